@@ -1,0 +1,1 @@
+"""What is saved and how: state → plan → staging → writer → manifest → commit → retention, and back."""

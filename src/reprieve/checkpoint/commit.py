@@ -1,0 +1,95 @@
+"""A save becomes a checkpoint in one step: begin, write, then commit or discard.
+
+    begin     make `.checkpoint-N.saving` with the sentinel in it
+    commit    manifest written and flushed → sentinel removed → folder flushed → rename to `checkpoint-N` → root flushed
+    discard   remove what was written; the older checkpoints were never touched
+
+The order of the flushes is the guarantee: a name that is visible stands for bytes that are durable. Each of them is
+missed by a test when it is taken out (tests/powercut).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+from reprieve.checkpoint import names
+from reprieve.checkpoint.manifest import MANIFEST, SENTINEL, Manifest
+from reprieve.checkpoint.owner import Owner
+from reprieve.errors import CheckpointError
+from reprieve.storage.disk import Disk
+
+SET_ASIDE = "reprieve-set-aside.json"
+
+
+def begin(disk: Disk, root: Path, step: int) -> Path:
+    """The folder to write into."""
+    folder = names.saving(root, step)
+    disk.remove_tree(folder)
+    disk.make_folder(folder)
+    disk.write_file(folder / SENTINEL, b"A save is in progress, or was cut short. Do not load this checkpoint.\n")
+    return folder
+
+
+def commit(disk: Disk, root: Path, folder: Path, manifest: Manifest, owner: Owner, *, replace: bool) -> Path:
+    """Make the save visible; durable on return. With `replace` a `checkpoint-N` that is there already is set aside."""
+    disk.write_file(folder / MANIFEST, manifest.encode())
+    disk.remove(folder / SENTINEL)
+    _check_listing(folder, manifest)
+    disk.flush_folder(folder)
+    target = names.checkpoint(root, manifest.step)
+    with owner.committing():
+        if target.exists():
+            if not replace:
+                raise CheckpointError(f"{target} is there already")
+            set_aside(disk, target, "replaced by a newer save of the same step, because it was not valid")
+        disk.rename(folder, target)
+        disk.flush_folder(root)
+    return target
+
+
+def discard(disk: Disk, folder: Path) -> None:
+    """Remove an unfinished save. A second error here would hide the first one: what is left goes at the next start."""
+    with contextlib.suppress(OSError):
+        disk.remove_tree(folder)
+
+
+def remove(disk: Disk, path: Path) -> None:
+    """Delete a checkpoint so that a crash in between leaves nothing visible that is not whole."""
+    doomed = names.deleting(path)
+    disk.rename(path, doomed)
+    disk.flush_folder(path.parent)
+    disk.remove_tree(doomed)
+
+
+def set_aside(disk: Disk, path: Path, reason: str) -> Path:
+    """Take a bad checkpoint out of the way without deleting it, and leave the reason in it."""
+    target = names.aside(path)
+    disk.rename(path, target)
+    note = json.dumps({"reason": reason}).encode() + b"\n"
+    if target.is_dir():
+        disk.replace_file(target / SET_ASIDE, note)
+    disk.flush_folder(path.parent)
+    return target
+
+
+def clean_up(disk: Disk, root: Path) -> list[str]:
+    """Remove what a dead attempt left behind, and foreign saves that never finished; their names."""
+    removed = []
+    for path in sorted(root.iterdir()):
+        if names.is_leftover(path):
+            disk.remove_tree(path)
+            removed.append(path.name)
+        elif names.step_of(path) is not None and (path / SENTINEL).exists():
+            remove(disk, path)
+            removed.append(path.name)
+    return removed
+
+
+def _check_listing(folder: Path, manifest: Manifest) -> None:
+    present = {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
+    if present != {MANIFEST, *manifest.files}:
+        # An older attempt that woke up writes here by the same names.
+        odd = sorted(present ^ {MANIFEST, *manifest.files})
+        raise CheckpointError(f"{folder} does not hold exactly what was written: {', '.join(odd[:5])}")

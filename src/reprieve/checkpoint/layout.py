@@ -1,0 +1,177 @@
+"""A file before it is written: its size and which bytes go where, with no byte moved yet.
+
+The formats (`torch_file`, `safetensors_file`) turn state into a `FileLayout`; the writer fills blocks from it in order
+of offset. A segment's bytes come from a `Source`; bytes that are known only once others were seen (a CRC that follows
+its record, a directory at the end) are `Deferred` and rendered when the writer gets there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from reprieve.checkpoint.blocks import Block
+
+
+class Source(Protocol):
+    """Where a segment's bytes come from."""
+
+    def copy(self, block: Block, at: int, start: int, stop: int) -> None:
+        """Put bytes [start, stop) of this source at `at` in the block; device copies may still run on return."""
+
+
+class BytesSource:
+    """Bytes that are in our hands already: headers, pickles, JSON."""
+
+    __slots__ = ("data",)
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    def copy(self, block: Block, at: int, start: int, stop: int) -> None:
+        block.view[at : at + stop - start] = self.data[start:stop]
+
+
+class HostSource:
+    """Memory of a CPU tensor or storage; `owner` keeps it alive."""
+
+    __slots__ = ("address", "owner")
+
+    def __init__(self, address: int, owner: object) -> None:
+        self.address = address
+        self.owner = owner
+
+    def copy(self, block: Block, at: int, start: int, stop: int) -> None:
+        ctypes.memmove(block.address + at, self.address + start, stop - start)
+
+
+class DeviceSource:
+    """Memory of a GPU, as a flat uint8 tensor. The caller chooses the stream and waits for it."""
+
+    __slots__ = ("flat",)
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self.flat = flat
+
+    def copy(self, block: Block, at: int, start: int, stop: int) -> None:
+        into = torch.frombuffer(block.view, dtype=torch.uint8, count=stop - start, offset=at)
+        into.copy_(self.flat[start:stop], non_blocking=block.pinned)
+
+
+class StridedSource:
+    """A tensor whose elements do not lie in order: made contiguous a few rows at a time, so that a huge transposed
+    weight needs no second copy of itself."""
+
+    _ROWS_BYTES = 2**20
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.row_bytes = tensor.nbytes // tensor.shape[0]
+        self.rows = max(1, self._ROWS_BYTES // max(1, self.row_bytes))
+        self._first = -1
+        self._source: Source = BytesSource(b"")
+
+    def copy(self, block: Block, at: int, start: int, stop: int) -> None:
+        group_bytes = self.rows * self.row_bytes
+        while start < stop:
+            group = start // group_bytes
+            if group != self._first:
+                rows = self.tensor[group * self.rows : (group + 1) * self.rows]
+                # A fresh tensor each time: a copy of the previous one off the device may still be running.
+                self._source, self._first = source_of(rows.contiguous()), group
+            inner = start - group * group_bytes
+            count = min(stop - start, group_bytes - inner)
+            self._source.copy(block, at, inner, inner + count)
+            start += count
+            at += count
+
+
+def source_of(tensor: torch.Tensor) -> Source:
+    """The bytes of a tensor in row-major order."""
+    if tensor.is_conj() or tensor.is_neg():  # lazy views: their memory holds other values than they show
+        tensor = tensor.resolve_conj().resolve_neg()
+    if not tensor.is_contiguous():
+        return StridedSource(tensor)
+    if tensor.device.type == "cpu":
+        return HostSource(tensor.data_ptr(), tensor)
+    return DeviceSource(tensor.reshape(-1).view(torch.uint8))
+
+
+@dataclass(slots=True)
+class Segment:
+    """A range of the file and where its bytes come from."""
+
+    offset: int
+    length: int
+    source: Source
+    crc: int = -1
+    """The number of the CRC-32 that these bytes count towards; -1 for none."""
+
+
+@dataclass(slots=True)
+class Deferred:
+    """A range whose bytes follow from the CRCs of what comes before it."""
+
+    offset: int
+    length: int
+    render: Callable[[list[int]], bytes]
+    crc: int = -1
+
+
+@dataclass(slots=True)
+class FileLayout:
+    """One file of a checkpoint. Segments are in order of offset, without holes."""
+
+    name: str
+    size: int
+    segments: Sequence[Segment | Deferred] = field(repr=False)
+    crcs: int = 0
+    """How many CRCs the segments count towards."""
+
+    devices: frozenset[torch.device] = frozenset()
+    """GPUs that the bytes come from."""
+
+
+class LayoutBuilder:
+    """Appends segments one after the other."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.size = 0
+        self.crcs = 0
+        self._segments: list[Segment | Deferred] = []
+        self._devices: set[torch.device] = set()
+
+    def add_bytes(self, data: bytes) -> None:
+        if data:
+            self._segments.append(Segment(self.size, len(data), BytesSource(data)))
+            self.size += len(data)
+
+    def add_source(self, source: Source, length: int, *, crc: bool = False, device: torch.device | None = None) -> int:
+        """The number of its CRC, if asked for, else -1."""
+        number = self.crcs if crc else -1
+        self.crcs += crc
+        if length:
+            self._segments.append(Segment(self.size, length, source, number))
+            self.size += length
+        if device is not None and device.type != "cpu":
+            self._devices.add(device)
+        return number
+
+    def add_deferred(self, length: int, render: Callable[[list[int]], bytes]) -> None:
+        self._segments.append(Deferred(self.size, length, render))
+        self.size += length
+
+    def build(self) -> FileLayout:
+        return FileLayout(self.name, self.size, self._segments, self.crcs, frozenset(self._devices))
+
+
+def bytes_layout(name: str, data: bytes) -> FileLayout:
+    """A file whose content is known: JSON and the like."""
+    builder = LayoutBuilder(name)
+    builder.add_bytes(data)
+    return builder.build()

@@ -1,0 +1,130 @@
+"""The manifest: the last file written, and what makes a folder a checkpoint.
+
+`reprieve-manifest.json` is `{"manifest": {…}, "xxh3_128": "…"}`, where the checksum is over the canonical JSON of the
+first value (sorted keys, no spaces, UTF-8). It lists every other file of the checkpoint with size and checksums.
+docs/format.md describes it for other implementations.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from reprieve.checkpoint.blocks import BLOCK_BYTES
+from reprieve.checkpoint.checksum import digest_of, file_digest
+from reprieve.errors import InvalidCheckpoint
+
+MANIFEST = "reprieve-manifest.json"
+SENTINEL = "checkpoint-is-incomplete.txt"
+FORMAT = "reprieve-checkpoint"
+VERSION = 1
+
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One file of a checkpoint."""
+
+    bytes: int
+    xxh3_128: str
+    """Over the blocks' checksums."""
+    blocks: Sequence[str]
+    """XXH3-128 of each block of the file, the last one shorter."""
+
+    @classmethod
+    def of(cls, size: int, blocks: Sequence[str]) -> FileEntry:
+        return cls(size, file_digest(blocks), tuple(blocks))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a checkpoint says of itself."""
+
+    step: int
+    epoch: float | None = None
+    created: str
+    """UTC, ISO 8601."""
+    run: str
+    attempt: int
+    parent: str | None = None
+    """Name of the checkpoint that this attempt resumed from; null after a fresh start."""
+    world_size: int = 1
+    versions: Mapping[str, str] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    block_bytes: int = BLOCK_BYTES
+    state: Sequence[str] = ()
+    """Names of the objects that were saved."""
+    files: Mapping[str, FileEntry]
+
+    @property
+    def size(self) -> int:
+        return sum(entry.bytes for entry in self.files.values())
+
+    def encode(self) -> bytes:
+        body = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        document = {"manifest": body, "xxh3_128": digest_of(_canonical(body))}
+        return json.dumps(document, sort_keys=True, indent=1).encode() + b"\n"
+
+    @classmethod
+    def decode(cls, data: bytes) -> Manifest:
+        """Raises InvalidCheckpoint unless every part of it is as it should be."""
+        try:
+            document = json.loads(data)
+            body, digest = document["manifest"], document["xxh3_128"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise InvalidCheckpoint(f"{MANIFEST} is not readable: {error}") from error
+        if digest != digest_of(_canonical(body)):
+            raise InvalidCheckpoint(f"{MANIFEST} does not match its own checksum")
+        if not isinstance(body, dict) or body.pop("format", None) != FORMAT:
+            raise InvalidCheckpoint(f"{MANIFEST} is not a manifest of Reprieve")
+        version = body.pop("version", None)
+        if version != VERSION:
+            raise InvalidCheckpoint(f"{MANIFEST} has version {version}; this Reprieve reads version {VERSION}")
+        try:
+            files = {_checked_name(name): FileEntry(**entry) for name, entry in body.pop("files").items()}
+            manifest = cls(files=files, **body)
+        except (TypeError, AttributeError, KeyError) as error:
+            raise InvalidCheckpoint(f"{MANIFEST} has fields that this version does not know: {error}") from error
+        manifest._check()
+        return manifest
+
+    def _check(self) -> None:
+        if type(self.step) is not int or self.step < 0 or type(self.block_bytes) is not int or self.block_bytes < 1:
+            raise InvalidCheckpoint(f"{MANIFEST} has no sensible step or block size")
+        for name, entry in self.files.items():
+            wanted = -(-entry.bytes // self.block_bytes) if type(entry.bytes) is int and entry.bytes >= 0 else -1
+            if len(entry.blocks) != wanted or not all(_DIGEST.fullmatch(block) for block in entry.blocks):
+                raise InvalidCheckpoint(f"{MANIFEST} does not have a checksum for each block of {name}")
+            if entry.xxh3_128 != file_digest(entry.blocks):
+                raise InvalidCheckpoint(f"{MANIFEST}: the checksum of {name} does not match those of its blocks")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint folder; FileNotFoundError where there is none."""
+    path = folder / MANIFEST
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise InvalidCheckpoint(f"{MANIFEST} cannot be read: {error.strerror}", path=folder) from error
+    try:
+        return Manifest.decode(data)
+    except InvalidCheckpoint as error:
+        raise InvalidCheckpoint(error.reason, path=folder) from error
+
+
+def _checked_name(name: str) -> str:
+    path = PurePosixPath(name)
+    if not name or path.is_absolute() or str(path) != name or ".." in path.parts or "\\" in name or "\0" in name:
+        raise InvalidCheckpoint(f"{MANIFEST} names a file outside of the checkpoint: {name!r}")
+    return name
+
+
+def _canonical(body: Any) -> bytes:
+    return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()

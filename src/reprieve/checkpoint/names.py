@@ -1,0 +1,55 @@
+"""The names in a checkpoint folder: what is visible is whole, what is hidden is on its way in or out.
+
+checkpoint-12               a checkpoint
+checkpoint-12.corrupt       was one, found to be bad and set aside for a person
+.checkpoint-12.saving       being written
+.checkpoint-12.deleting     being removed
+.reprieve/                  who owns the folder
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_ASIDE = re.compile(r"checkpoint-(\d+)\.corrupt(?:-\d+)?")
+_LEFTOVER = re.compile(r"\.checkpoint-\d+\.(?:saving|deleting)")
+
+OWNER_FOLDER = ".reprieve"
+
+
+def checkpoint(root: Path, step: int) -> Path:
+    return root / f"checkpoint-{step}"
+
+
+def saving(root: Path, step: int) -> Path:
+    return root / f".checkpoint-{step}.saving"
+
+
+def deleting(path: Path) -> Path:
+    return path.with_name(f".{path.name}.deleting")
+
+
+def aside(path: Path) -> Path:
+    """A name that is not taken, to set `path` aside under."""
+    number, target = 1, path.with_name(f"{path.name}.corrupt")
+    while target.exists():
+        number += 1
+        target = path.with_name(f"{path.name}.corrupt-{number}")
+    return target
+
+
+def step_of(path: Path) -> int | None:
+    """The step of a checkpoint's folder; None if it is not one."""
+    match = _CHECKPOINT.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def step_of_aside(path: Path) -> int | None:
+    match = _ASIDE.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def is_leftover(path: Path) -> bool:
+    return _LEFTOVER.fullmatch(path.name) is not None

@@ -1,0 +1,404 @@
+"""The state back from one checkpoint: prepare, read, apply.
+
+    prepare   what is where, against what is live: every mismatch is found before a byte of live state changes
+    read      one verified pass over all files, straight into live memory where there is some
+    apply     load_state_dict for what has one, the random number generators last
+
+If the read finds a bad block, live memory may be half overwritten: the caller restores everything from an older
+checkpoint or gives up; it never goes on with the mixture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from reprieve.checkpoint.blocks import BLOCK_BYTES, BlockPool
+from reprieve.checkpoint.manifest import Manifest
+from reprieve.checkpoint.plan import extras_file, tree_file
+from reprieve.checkpoint.reader import CheckpointFile, Reader, Target, tensor_sink
+from reprieve.checkpoint.rng import restore_rng
+from reprieve.checkpoint.safetensors_file import DTYPES
+from reprieve.checkpoint.state import RNG, VALUES, State
+from reprieve.checkpoint.torch_load import TorchFile, meta_storage
+from reprieve.errors import InvalidCheckpoint, StateMismatch
+
+log = logging.getLogger("reprieve")
+
+_HEADER_LIMIT = 100_000_000  # safetensors' own
+
+
+def restore(
+    folder: Path,
+    manifest: Manifest | None,
+    state: State,
+    pool: BlockPool,
+    *,
+    strict: bool = True,
+    rng: bool = True,
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """Fill the state from `folder`; returns the plain values that were saved with it."""
+    with Reader(folder, pool, block_bytes=manifest.block_bytes if manifest else BLOCK_BYTES) as reader:
+        job = _Restore(folder, manifest, state, reader, strict, rng)
+        job.prepare()
+        reader.run(progress=progress)
+        return job.apply()
+
+
+class _Restore:
+    def __init__(
+        self, folder: Path, manifest: Manifest | None, state: State, reader: Reader, strict: bool, rng: bool
+    ) -> None:
+        self._folder = folder
+        self._manifest = manifest
+        self._state = state
+        self._reader = reader
+        self._strict = strict
+        self._rng = rng
+        self._apply: list[Callable[[], object]] = []
+        self._values: dict[str, Any] = {}
+
+    def prepare(self) -> None:
+        if self._manifest is not None:
+            for name in self._manifest.files:
+                self._open(name)
+            self._compare("the state", set(self._manifest.state), set(self._state.names))
+        for name, module in self._state.modules.items():
+            self._prepare_module(name, module)
+        for name, obj in self._state.stateful.items():
+            self._prepare_tree(name, obj.state_dict(), obj.load_state_dict)
+        for name, obj in self._state.plain.items():
+            self._prepare_tree(name, obj, partial(_restore_in_place, obj))
+        if self._has(tree_file(VALUES)):
+            self._prepare_tree(VALUES, {}, self._values.update)
+        if self._rng:
+            self._prepare_rng()
+
+    def apply(self) -> dict[str, Any]:
+        for step in self._apply:
+            step()
+        return self._values
+
+    # Files
+
+    def _has(self, name: str) -> bool:
+        return name in self._manifest.files if self._manifest is not None else (self._folder / name).is_file()
+
+    def _open(self, name: str) -> CheckpointFile:
+        return self._reader.open(name, self._manifest.files[name] if self._manifest is not None else None)
+
+    # Modules
+
+    def _prepare_module(self, name: str, module: torch.nn.Module) -> None:
+        live: dict[str, Any] = module.state_dict()
+        saved, ties = self._saved_tensors(name)
+        extras = self._load_tree(extras_file(name), {}) if self._has(extras_file(name)) else {}
+        known = set(saved) | set(ties) | set(extras)
+        # A tied weight that the writer left out without saying so (transformers does) is there under its other name.
+        memory = {_memory_of(value): key for key, value in live.items() if key in saved}
+        for key in set(live) - known:
+            other = memory.get(_memory_of(live[key]))
+            if other is not None:
+                ties[key] = other
+                known.add(key)
+        self._compare(name, known, set(live))
+        direct = _loads_directly(module, live)
+        loaded: dict[str, Any] = {key: value for key, value in extras.items() if key in live}
+        for key, value in live.items():
+            place = saved.get(ties.get(key, key))
+            if place is None:
+                continue
+            if not isinstance(value, torch.Tensor) or (value.dtype, value.shape) != (place.dtype, place.shape):
+                raise StateMismatch(
+                    f"{self._folder}: {name}.{key} was saved as {place.dtype} {tuple(place.shape)}, "
+                    f"this run has {_describe(value)}: is it another model?"
+                )
+            if direct and key in ties and _memory_of(value) == _memory_of(live.get(ties[key])):
+                continue
+            target = (
+                value.detach()
+                if direct and value.is_contiguous()
+                else torch.empty_like(value, memory_format=torch.contiguous_format)
+            )
+            if value.nbytes:
+                place.file.targets.append(Target(place.start, value.nbytes, tensor_sink(target)))
+            if not direct:
+                loaded[key] = target
+            elif target.data_ptr() != value.data_ptr():
+                self._apply.append(partial(value.detach().copy_, target))
+        if loaded or not direct:
+            self._apply.append(lambda: _load_module(module, loaded, strict=self._strict and not direct))
+
+    def _saved_tensors(self, name: str) -> tuple[dict[str, _Place], dict[str, str]]:
+        """Every tensor of a saved module and where it is, and the names that are tied to others."""
+        index = f"{name}.safetensors.index.json"
+        if self._has(index):
+            file = self._open(index)
+            try:
+                shards = sorted(set(json.loads(file.read(0, file.size))["weight_map"].values()))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise InvalidCheckpoint(f"{index} is not readable: {error!r}", path=self._folder) from error
+            if any(not isinstance(shard, str) or "/" in shard or shard.startswith(".") for shard in shards):
+                raise InvalidCheckpoint(f"{index} names a file outside of the checkpoint", path=self._folder)
+        elif self._has(f"{name}.safetensors"):
+            shards = [f"{name}.safetensors"]
+        else:
+            return self._saved_by_torch(name), {}
+        places: dict[str, _Place] = {}
+        ties: dict[str, str] = {}
+        for shard in shards:
+            if not self._has(shard):
+                raise InvalidCheckpoint(f"{shard} is missing", path=self._folder)
+            found, metadata = _read_header(self._open(shard))
+            places.update(found)
+            ties.update(metadata)
+        return places, {key: other for key, other in ties.items() if other in places}
+
+    def _saved_by_torch(self, name: str) -> dict[str, _Place]:
+        """A model that stock code wrote with torch.save."""
+        stock = ("pytorch_model.bin",) if name == "model" else ()
+        for file_name in (*stock, f"{name}.pt", f"{name}.pth", f"{name}.bin"):
+            if self._has(file_name):
+                break
+        else:
+            raise StateMismatch(f"{self._folder} has no {name}.safetensors, and no other file of that name")
+        file = TorchFile(self._open(file_name))
+        tree, key_of = _structure(file)
+        places = {}
+        for key, value in tree.items() if isinstance(tree, Mapping) else ():
+            if isinstance(value, torch.Tensor):
+                if not value.is_contiguous():
+                    raise StateMismatch(f"{self._folder}: {name}.{key} in {file_name} is not contiguous")
+                start, _ = file.range(f"data/{key_of(value)}")
+                start += int(value.storage_offset()) * value.element_size()
+                places[key] = _Place(file.file, start, value.dtype, value.shape)
+        return places
+
+    # Everything else
+
+    def _prepare_tree(self, name: str, live: Any, load: Callable[[Any], object]) -> None:
+        file = tree_file(name)
+        if not self._has(file):
+            if self._strict:
+                raise StateMismatch(
+                    f"{self._folder} has no {file}: {name} was not saved with it. Leave {name} out, or restore with "
+                    "strict=False to keep it as it is"
+                )
+            log.warning("%s has no %s: %s stays as it is", self._folder, file, name)
+            return
+        tree = self._load_tree(file, live)
+        self._apply.append(lambda: _named_load(name, load, tree))
+
+    def _prepare_rng(self) -> None:
+        file = tree_file(RNG)
+        if self._has(file):
+            with _numpy_allowed():
+                saved = self._load_tree(file, {})
+            self._apply.append(lambda: restore_rng(saved, self._state.generators))
+        else:
+            log.warning("%s has no %s: random numbers will not continue where they were", self._folder, file)
+
+    def _load_tree(self, name: str, live: Any) -> Any:
+        """The tree of a torch file, its storages filled by the coming read: live memory where the two match."""
+        file = TorchFile(self._open(name))
+        matching = _matching_storages(file, live)
+
+        def storage(key: str, size: int, location: str) -> torch.UntypedStorage:
+            target = matching.get(key)
+            if target is None:
+                target = torch.UntypedStorage(size, device=_device(location))
+            file.read_into(key, target)
+            return target
+
+        return file.load(_once(storage))
+
+    def _compare(self, what: str, saved: set[str], live: set[str]) -> None:
+        if saved == live:
+            return
+        lists = [
+            f"{title}: {', '.join(sorted(keys)[:8])}{', …' if len(keys) > 8 else ''}"
+            for title, keys in (("missing in the checkpoint", live - saved), ("only in the checkpoint", saved - live))
+            if keys
+        ]
+        message = f"{self._folder} does not fit {what}. {'; '.join(lists)}"
+        if self._strict:
+            raise StateMismatch(f"{message}. Is it the checkpoint of another model? (strict=False loads what fits)")
+        log.warning("%s", message)
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where a tensor's bytes are."""
+
+    file: CheckpointFile
+    start: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+
+def _read_header(file: CheckpointFile) -> tuple[dict[str, _Place], dict[str, str]]:
+    length = int.from_bytes(file.read(0, min(8, file.size)), "little")
+    if not 2 <= length <= min(_HEADER_LIMIT, file.size - 8):
+        raise file.bad("has no safetensors header")
+    base = 8 + length
+    places: dict[str, _Place] = {}
+    try:
+        header = json.loads(file.read(8, base))
+        metadata = header.pop("__metadata__", {})
+        for key, entry in header.items():
+            start, stop = entry["data_offsets"]
+            dtype, shape = DTYPES[entry["dtype"]], torch.Size(entry["shape"])
+            if not 0 <= start <= stop <= file.size - base or stop - start != shape.numel() * dtype.itemsize:
+                raise file.bad(f"has impossible offsets for {key}")
+            places[key] = _Place(file, base + start, dtype, shape)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise file.bad(f"has a header that is not readable: {error!r}") from error
+    return places, metadata
+
+
+def _loads_directly(module: torch.nn.Module, live: Mapping[str, Any]) -> bool:
+    """May bytes go straight into the module's memory? Yes if its state dict shows that memory, and nobody hooks in."""
+    if type(module).load_state_dict is not torch.nn.Module.load_state_dict:
+        return False
+    if any(part._load_state_dict_pre_hooks or part._load_state_dict_post_hooks for part in module.modules()):
+        return False
+    own = {_memory_of(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    return all(_memory_of(value) in own for value in live.values() if isinstance(value, torch.Tensor))
+
+
+def _load_module(module: torch.nn.Module, loaded: Mapping[str, Any], *, strict: bool) -> None:
+    try:
+        module.load_state_dict(loaded, strict=strict)
+    except RuntimeError as error:
+        raise StateMismatch(str(error)) from error
+
+
+def _named_load(name: str, load: Callable[[Any], object], tree: Any) -> None:
+    try:
+        load(tree)
+    except (ValueError, KeyError, RuntimeError) as error:
+        raise StateMismatch(f"{name} does not accept what was saved: {error}") from error
+
+
+def _matching_storages(file: TorchFile, live: Any) -> dict[str, torch.UntypedStorage]:
+    """Live storages that saved ones can be read into: the same place in the tree, the same type, shape and layout."""
+    tensors = dict(_tensors(live))
+    if not tensors:
+        return {}
+    matching: dict[str, torch.UntypedStorage] = {}
+    shared: set[str | None] = set()
+    tree, key_of = _structure(file)
+    for path, saved in _tensors(tree):
+        key = key_of(saved)
+        into = tensors.get(path)
+        if key is None:
+            continue
+        if key in matching or key in shared or into is None or not _same_layout(saved, into):
+            shared.add(key)
+            matching.pop(key, None)
+        else:
+            matching[key] = into.untyped_storage()
+    used = Counter(storage._cdata for storage in matching.values())
+    return {key: storage for key, storage in matching.items() if used[storage._cdata] == 1}
+
+
+def _structure(file: TorchFile) -> tuple[Any, Callable[[torch.Tensor], str | None]]:
+    """The tree with tensors that have no memory, and the key of each tensor's storage."""
+    held: dict[int, tuple[str, torch.UntypedStorage]] = {}
+
+    def storage(key: str, size: int, location: str) -> torch.UntypedStorage:
+        out = meta_storage(key, size, location)
+        held[out._cdata] = (key, out)
+        return out
+
+    tree = file.load(_once(storage))
+    return tree, lambda tensor: held.get(tensor.untyped_storage()._cdata, (None, None))[0]
+
+
+def _same_layout(saved: torch.Tensor, live: torch.Tensor) -> bool:
+    return (
+        type(live) in (torch.Tensor, torch.nn.Parameter)
+        and (saved.dtype, saved.shape, saved.stride()) == (live.dtype, live.shape, live.stride())
+        and saved.storage_offset() == live.storage_offset()
+        and saved.untyped_storage().nbytes() == live.untyped_storage().nbytes()
+        and live.device.type in ("cpu", "cuda")
+    )
+
+
+def _tensors(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    if isinstance(tree, torch.Tensor):
+        yield path, tree
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _tensors(value, (*path, key))
+    elif isinstance(tree, list | tuple):
+        for number, value in enumerate(tree):
+            yield from _tensors(value, (*path, number))
+
+
+def _restore_in_place(live: Any, saved: Any) -> None:
+    if isinstance(live, torch.Tensor):
+        if not isinstance(saved, torch.Tensor) or live.shape != saved.shape or live.dtype != saved.dtype:
+            raise ValueError(f"it was saved as {_describe(saved)}, this run has {_describe(live)}")
+        live.detach().copy_(saved)
+    elif type(live) is not type(saved):
+        raise ValueError(f"it was saved as {_describe(saved)}, this run has {_describe(live)}")
+    else:
+        live.clear()
+        (live.update if isinstance(live, dict) else live.extend)(saved)
+
+
+def _once(storage: Callable[[str, int, str], torch.UntypedStorage]) -> Callable[[str, int, str], torch.UntypedStorage]:
+    """Tensors that were saved sharing a storage come back sharing it."""
+    seen: dict[str, torch.UntypedStorage] = {}
+
+    def cached(key: str, size: int, location: str) -> torch.UntypedStorage:
+        if key not in seen:
+            seen[key] = storage(key, size, location)
+        return seen[key]
+
+    return cached
+
+
+def _memory_of(value: object) -> tuple[object, ...] | None:
+    if not isinstance(value, torch.Tensor):
+        return None
+    if value.nbytes == 0:
+        return (value.device, 0, value.dtype, value.shape)
+    return (value.device, value.data_ptr(), value.dtype, value.shape)
+
+
+def _device(location: str) -> torch.device:
+    """Where a saved tensor goes that has no live counterpart: the kind of device it came from, if there is one."""
+    if location.startswith("cuda") and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {tuple(value.shape)}"
+    return f"a {type(value).__name__}"
+
+
+@contextlib.contextmanager
+def _numpy_allowed() -> Iterator[None]:
+    """Stock RNG files hold numpy's state as an array: its types are data, not code."""
+    try:
+        import numpy as np
+    except ImportError:
+        yield
+        return
+    kinds = [np.ndarray, np.dtype, type(np.dtype(np.uint32)), np._core.multiarray._reconstruct]  # type: ignore[attr-defined]
+    with torch.serialization.safe_globals(kinds):
+        yield

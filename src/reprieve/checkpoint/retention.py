@@ -1,0 +1,104 @@
+"""Which checkpoints may go, and taking them away.
+
+Nothing goes before a newer one is durable and was read back and verified; the newest valid one never goes; one that
+is being read stays until the next time; what is not valid is nobody's reserve and is left for `resume` to deal with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from reprieve.checkpoint import commit
+from reprieve.checkpoint.manifest import MANIFEST
+from reprieve.checkpoint.survey import Found
+from reprieve.errors import ConfigError
+from reprieve.storage.disk import Disk
+
+log = logging.getLogger("reprieve")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retention:
+    """What to keep. A checkpoint stays if any of these wants it."""
+
+    keep: int | None = 3
+    """The newest so many. None keeps all of them."""
+    keep_every: int | None = None
+    """Besides, each whose step is a multiple of this."""
+    best: tuple[str, str] | None = None
+    """Besides, the best by a metric given to `save`: `("eval_loss", "min")` or `("accuracy", "max")`."""
+
+    def __post_init__(self) -> None:
+        if self.keep is not None and self.keep < 1:
+            raise ConfigError(f"keep={self.keep}: at least one checkpoint must stay. keep=None keeps all of them")
+        if self.keep_every is not None and self.keep_every < 1:
+            raise ConfigError(f"keep_every={self.keep_every}: give a number of steps, or None")
+        if self.best is not None and (len(self.best) != 2 or self.best[1] not in ("min", "max")):
+            raise ConfigError(f'best={self.best!r}: write it like ("eval_loss", "min")')
+
+    def doomed(self, found: Sequence[Found]) -> list[Found]:
+        """Those of `found` that nothing wants any more, oldest first."""
+        valid = sorted((one for one in found if one.problem is None), key=lambda one: -one.step)
+        if self.keep is None or len(valid) <= self.keep:
+            return []
+        wanted = {one.step for one in valid[: self.keep]}
+        if self.keep_every is not None:
+            wanted |= {one.step for one in valid if one.step % self.keep_every == 0}
+        if self.best is not None:
+            metric, mode = self.best
+            scored = [(one.manifest.metrics[metric], one.step) for one in valid
+                      if one.manifest is not None and metric in one.manifest.metrics]  # fmt: skip
+            if scored:
+                wanted.add((min if mode == "min" else max)(scored)[1])
+        return [one for one in reversed(valid) if one.step not in wanted]
+
+
+def remove_doomed(disk: Disk, doomed: Sequence[Found]) -> None:
+    for one in doomed:
+        with _nobody_reads(one.path) as free:
+            if free:
+                commit.remove(disk, one.path)
+                log.info("removed %s: no longer wanted", one.path)
+            else:
+                log.info("%s is being read: it goes at the next save", one.path)
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """While inside, retention (of this or another process) leaves the checkpoint alone."""
+    try:
+        fd = os.open(path / MANIFEST, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:  # foreign: there is nothing to lock, and retention counts it like the others
+        yield
+        return
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _nobody_reads(path: Path) -> Iterator[bool]:
+    try:
+        fd = os.open(path / MANIFEST, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        yield True
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        yield False
+    except OSError:
+        yield True
+    else:
+        yield True
+    finally:
+        os.close(fd)

@@ -1,0 +1,93 @@
+"""Is there room: on the disk before a save, in memory before a staging copy. Asked early, answered with numbers."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from reprieve.checkpoint.blocks import BLOCK_BYTES, RING_BLOCKS, BlockPool
+from reprieve.checkpoint.memory import available_bytes
+from reprieve.checkpoint.plan import Plan
+from reprieve.checkpoint.retention import Retention
+from reprieve.checkpoint.survey import Found
+from reprieve.config import format_size
+from reprieve.errors import StorageFull
+from reprieve.storage.disk import PAGE, free_bytes
+
+log = logging.getLogger("reprieve")
+
+_MEMORY_MARGIN = 0.1
+"""Part of the free memory that staging leaves to others."""
+
+
+def check_room(root: Path, plan: Plan, retention: Retention | None = None, found: Sequence[Found] = ()) -> None:
+    """Raise StorageFull unless one more checkpoint fits; at start-up, warn unless `keep` + 1 do."""
+    free = free_bytes(root)
+    # Sizes are rounded up to pages on the disk; a manifest, a sentinel and the folder come on top.
+    needed = plan.bytes + (len(plan.files) + 4) * PAGE + plan.blocks * 64
+    if needed > free:
+        raise StorageFull(
+            28,
+            f"no room for a checkpoint in {root}: {format_size(needed)} needed, {format_size(free)} free. "
+            "Free some space or lower `keep`",
+        )
+    if retention is None or retention.keep is None:
+        return
+    valid = [one for one in found if one.problem is None]
+    # The optimizer has no state before its first step: the newest checkpoint knows the size better.
+    size = max([needed, *(one.bytes for one in valid[:1])])
+    missing = (retention.keep + 1 - min(len(valid), retention.keep)) * size - free
+    if missing > 0:
+        log.warning(
+            "%s has room for fewer than keep + 1 = %d checkpoints of %s: %s more will be needed. "
+            "Free some space or lower `keep`",
+            root, retention.keep + 1, format_size(size), format_size(missing),
+        )  # fmt: skip
+
+
+class StagingRoom:
+    """Memory for whole copies of the state: made once, block by block, on a thread of its own."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._growing: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._told = False
+
+    def has_room(self, plan: Plan) -> bool:
+        """Can the plan be staged now? If not, the room is made ready for the next time, if memory allows."""
+        if self._pool.ready >= plan.blocks:
+            return True
+        if self.prepare(plan):
+            log.info("memory for background saves is not ready yet: this save blocks until it is written")
+        return False
+
+    def prepare(self, plan: Plan, *, wait: bool = False) -> bool:
+        """Start making room for the plan. False if there is no memory for it, which is said once."""
+        target = max(plan.blocks, RING_BLOCKS)
+        more = (target - self._pool.made) * BLOCK_BYTES
+        if more > 0 and (self._growing is None or not self._growing.is_alive()):
+            room = int(available_bytes() * (1 - _MEMORY_MARGIN))
+            if more > room:
+                if not self._told:
+                    log.warning(
+                        "no memory for a staging copy of %s (%s free): background saves block until they are written",
+                        format_size(plan.bytes), format_size(room),
+                    )  # fmt: skip
+                    self._told = True
+                return False
+            # One that is not waited for must not keep the interpreter alive at its end.
+            self._growing = threading.Thread(
+                target=self._pool.grow, args=(target, self._stop.is_set), name="reprieve-memory", daemon=True
+            )
+            self._growing.start()
+        if wait and self._growing is not None:
+            self._growing.join()
+        return True
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._growing is not None:
+            self._growing.join()

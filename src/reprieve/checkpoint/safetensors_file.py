@@ -1,0 +1,116 @@
+"""The safetensors format, laid out for the streaming writer: an 8-byte length, a JSON header, the tensors' bytes.
+
+Tensors are ordered by element size, then name, as the reference implementation does, so that each one is aligned to
+its own type. A tensor that appears under several names (tied weights) is stored once; the header's metadata
+maps the other names to it, in the way `safetensors.torch.save_model` does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import torch
+
+from reprieve.checkpoint.layout import FileLayout, LayoutBuilder, bytes_layout, source_of
+from reprieve.errors import StateError
+
+_HEADER_ALIGNMENT = 64
+
+_NAMES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
+    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0", "complex64": "C64",
+}  # fmt: skip
+
+DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for name, code in _NAMES.items() if hasattr(torch, name)}
+"""What the format can hold, by its own names; everything else goes into a torch file."""
+
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+def can_hold(value: object) -> bool:
+    """Is this a plain tensor of a type that safetensors knows?"""
+    return (
+        isinstance(value, torch.Tensor)
+        and type(value) in (torch.Tensor, torch.nn.Parameter)  # subclasses carry more than their bytes
+        and value.dtype in _CODES
+        and value.layout is torch.strided
+        and not value.is_quantized
+    )
+
+
+def layout_safetensors(
+    name: str, tensors: Mapping[str, torch.Tensor], *, shard_bytes: int, metadata: Mapping[str, str] | None = None
+) -> list[FileLayout]:
+    """`name.safetensors`, or above `shard_bytes` `name-00001-of-0000n.safetensors` with the stock index file."""
+    kept, tied = _fold_ties(tensors)
+    metadata = {"format": "pt", **(metadata or {}), **tied}
+    shards = _split(kept, shard_bytes)
+    if len(shards) == 1:
+        return [_layout_one(f"{name}.safetensors", shards[0], metadata)]
+    names = [f"{name}-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+    index = {
+        "metadata": {"total_size": sum(tensor.nbytes for tensor in kept.values())},
+        "weight_map": {key: file for file, shard in zip(names, shards, strict=True) for key in shard},
+    }
+    layouts = [_layout_one(file, shard, metadata) for file, shard in zip(names, shards, strict=True)]
+    return [*layouts, bytes_layout(f"{name}.safetensors.index.json", json.dumps(index, indent=2).encode() + b"\n")]
+
+
+def _layout_one(name: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> FileLayout:
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    header: dict[str, object] = {"__metadata__": metadata}
+    position = 0
+    for key, tensor in ordered:
+        if tensor.is_meta:
+            raise StateError(
+                f"{name}: {key} is on the meta device and has no data to save: materialise the model "
+                "(`to_empty`, then initialise or load it) before the first save"
+            )
+        header[key] = {
+            "dtype": _CODES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [position, position + tensor.nbytes],
+        }
+        position += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _HEADER_ALIGNMENT)
+    builder = LayoutBuilder(name)
+    builder.add_bytes(len(text).to_bytes(8, "little") + text)
+    for _, tensor in ordered:
+        if tensor.nbytes:
+            builder.add_source(source_of(tensor.detach()), tensor.nbytes, device=tensor.device)
+    return builder.build()
+
+
+def _fold_ties(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Tensors under their first name, and the other names of each. Views that overlap without being the same tensor
+    are kept apart: their values come back, which is all that loading into a live model needs."""
+    kept: dict[str, torch.Tensor] = {}
+    tied: dict[str, str] = {}
+    first: dict[tuple[object, ...], str] = {}
+    for key, tensor in tensors.items():
+        if tensor.nbytes == 0 or tensor.is_meta:
+            kept[key] = tensor
+            continue
+        identity = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if identity in first:
+            tied[key] = first[identity]
+        else:
+            first[identity] = key
+            kept[key] = tensor
+    return kept, tied
+
+
+def _split(tensors: Mapping[str, torch.Tensor], shard_bytes: int) -> list[dict[str, torch.Tensor]]:
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    used = 0
+    for key, tensor in tensors.items():
+        if used and used + tensor.nbytes > shard_bytes:
+            shards.append({})
+            used = 0
+        shards[-1][key] = tensor
+        used += tensor.nbytes
+    return shards

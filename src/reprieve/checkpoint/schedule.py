@@ -1,0 +1,71 @@
+"""When a periodic save is due: every so many steps, every epoch, every so often, any of them together, or never."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+from reprieve.clock import Clock, SystemClock
+from reprieve.config import parse_duration
+from reprieve.errors import ConfigError
+
+_STEPS = re.compile(r"(\d+)(?:\s*steps?)?")
+
+Every = int | str | timedelta | Iterable["int | str | timedelta"] | None
+
+
+@dataclass(slots=True)
+class Schedule:
+    """Asked once after every step, and told of every save."""
+
+    steps: int | None = None
+    interval: timedelta | None = None
+    epoch: bool = False
+    clock: Clock = field(default_factory=SystemClock)
+    _saved_at: float = field(init=False)
+    _saved_step: int | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self._saved_at = self.clock.monotonic()
+
+    @classmethod
+    def of(cls, every: Every, clock: Clock | None = None) -> Schedule:
+        """`500`, `"500 steps"`, `"epoch"`, `"10m"`, a timedelta, several of them in a list, or None for never."""
+        schedule = cls(clock=clock or SystemClock())
+        parts = [every] if isinstance(every, int | str | timedelta) else list(every or ())
+        for part in parts:
+            if isinstance(part, bool):
+                raise ConfigError(f"every={part!r}: give steps, 'epoch' or a duration")
+            if isinstance(part, timedelta):
+                schedule.interval = parse_duration(part)
+            elif isinstance(part, int) or _STEPS.fullmatch(part):
+                steps = part if isinstance(part, int) else int(part.split("s")[0])
+                if steps < 1:
+                    raise ConfigError(f"every={part!r}: a number of steps must be at least 1")
+                schedule.steps = steps
+            elif part == "epoch":
+                schedule.epoch = True
+            elif part != "never":
+                try:
+                    schedule.interval = parse_duration(part)
+                except ConfigError:
+                    raise ConfigError(
+                        f"every={part!r} is not understood: write 500, '500 steps', 'epoch', '10m' or 'never'"
+                    ) from None
+        return schedule
+
+    def due(self, step: int, *, epoch_ended: bool = False) -> bool:
+        """Is a save due after this step? Never twice for the same step."""
+        if step == self._saved_step:
+            return False
+        if self.epoch and epoch_ended:
+            return True
+        if self.steps is not None and step > 0 and step % self.steps == 0:
+            return True
+        return self.interval is not None and self.clock.monotonic() - self._saved_at >= self.interval.total_seconds()
+
+    def saved(self, step: int) -> None:
+        self._saved_step = step
+        self._saved_at = self.clock.monotonic()

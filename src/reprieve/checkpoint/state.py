@@ -1,0 +1,111 @@
+"""What belongs to a run: named objects, and the random number generators.
+
+    modules               → <name>.safetensors     (what safetensors cannot hold → <name>.extra.pt)
+    torch.Generator       → rng_state.pth          beside the global generators
+    state_dict/load_…     → <name>.pt              optimizers, schedulers, scalers, data loaders, anything with the pair
+    dict, list, tensor    → <name>.pt              plain values, restored in place
+
+`captured()` is a view, not a copy: it must be written or staged before training goes on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from reprieve.checkpoint.rng import capture_rng
+from reprieve.checkpoint.safetensors_file import can_hold
+from reprieve.errors import ConfigError, StateError
+
+RNG = "rng_state"
+VALUES = "values"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_]*")
+
+
+@dataclass(slots=True)
+class Captured:
+    """The state at one moment, as references to live tensors."""
+
+    modules: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    extras: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Per module: entries that safetensors cannot hold."""
+    trees: dict[str, Any] = field(default_factory=dict)
+    configs: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+class State:
+    """The named objects of a run."""
+
+    def __init__(self, objects: Mapping[str, object]) -> None:
+        self.modules: dict[str, torch.nn.Module] = {}
+        self.stateful: dict[str, Any] = {}
+        self.plain: dict[str, dict[Any, Any] | list[Any] | torch.Tensor] = {}
+        self.generators: dict[str, torch.Generator] = {}
+        for name, obj in objects.items():
+            if not _NAME.fullmatch(name) or name in (RNG, VALUES):
+                raise ConfigError(f"{name!r} cannot be the name of a part of the state: it names a file")
+            if isinstance(obj, torch.nn.Module):
+                self.modules[name] = unwrap(obj)
+            elif isinstance(obj, torch.Generator):
+                self.generators[name] = obj
+            elif callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None)):
+                self.stateful[name] = obj
+            elif isinstance(obj, dict | list | torch.Tensor):
+                self.plain[name] = obj
+            else:
+                raise ConfigError(
+                    f"{name} is a {type(obj).__name__}, which cannot be restored in place: give an object with "
+                    "state_dict and load_state_dict, a dict, a list or a tensor, or pass it to save(values=…)"
+                )
+
+    @property
+    def names(self) -> list[str]:
+        return sorted([*self.modules, *self.stateful, *self.plain])
+
+    def captured(self, values: Mapping[str, Any] | None = None, *, rng: bool = True) -> Captured:
+        out = Captured()
+        for name, module in self.modules.items():
+            full = module.state_dict()
+            out.modules[name] = {key: value for key, value in full.items() if can_hold(value)}
+            out.extras[name] = {key: value for key, value in full.items() if not can_hold(value)}
+            _refuse_sharded(name, out.extras[name])
+            config = getattr(module, "config", None)
+            if callable(getattr(config, "to_json_string", None)):
+                out.configs[name] = _config_of(module)
+        for name, obj in self.stateful.items():
+            out.trees[name] = obj.state_dict()
+        out.trees.update(self.plain)
+        if values:
+            out.trees[VALUES] = dict(values)
+        if rng:
+            out.trees[RNG] = capture_rng(self.generators)
+        return out
+
+
+def unwrap(module: torch.nn.Module) -> torch.nn.Module:
+    """The module itself: wrappers (compile, DDP) would put a prefix before every key of a stock checkpoint."""
+    while True:
+        if isinstance(inner := getattr(module, "_orig_mod", None), torch.nn.Module):
+            module = inner
+        elif isinstance(module, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
+            module = module.module
+        else:
+            return module
+
+
+def _refuse_sharded(name: str, extras: Mapping[str, Any]) -> None:
+    for key, value in extras.items():
+        if isinstance(value, torch.Tensor) and hasattr(value, "placements"):
+            raise StateError(f"{name}.{key} is a DTensor: sharded models are not supported yet")
+
+
+def _config_of(module: torch.nn.Module) -> Mapping[str, Any]:
+    """config.json, with which transformers' `from_pretrained` knows what to build."""
+    import json
+
+    config: dict[str, Any] = json.loads(module.config.to_json_string())  # type: ignore[union-attr,operator]
+    return {**config, "architectures": [type(module).__name__]}

@@ -1,0 +1,129 @@
+"""What is in a checkpoint folder, newest first, and whether each of it can be used.
+
+A survey is quick: it trusts a manifest whose own checksum holds and whose files have the right sizes. Bytes are
+verified by whoever reads them (`restore`, `verify`). A folder without our manifest is foreign:
+`check_foreign` reads it whole.
+"""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+from reprieve.checkpoint import names
+from reprieve.checkpoint.blocks import BlockPool
+from reprieve.checkpoint.commit import SET_ASIDE
+from reprieve.checkpoint.foreign import check_foreign
+from reprieve.checkpoint.manifest import MANIFEST, SENTINEL, Manifest, read_manifest
+from reprieve.checkpoint.reader import Reader
+from reprieve.errors import InvalidCheckpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One checkpoint on storage."""
+
+    path: Path
+    step: int
+    manifest: Manifest | None
+    """None: foreign, or not readable."""
+    problem: str | None
+    """Why it cannot be used; None if nothing speaks against it so far."""
+    bytes: int
+    created: datetime
+
+    @property
+    def foreign(self) -> bool:
+        return self.manifest is None and self.problem is None
+
+
+def survey(root: Path) -> list[Found]:
+    """Every checkpoint in the folder, newest first, the ones that were set aside at the end."""
+    if not root.is_dir():
+        return []
+    here, aside = [], []
+    for path in root.iterdir():
+        if (step := names.step_of(path)) is not None:
+            here.append(look_at(path, step))
+        elif (step := names.step_of_aside(path)) is not None:
+            aside.append(_set_aside(path, step))
+    return [
+        *sorted(here, key=lambda found: -found.step),
+        *sorted(aside, key=lambda found: (-found.step, found.path.name)),
+    ]
+
+
+def look_at(path: Path, step: int | None = None) -> Found:
+    """One checkpoint, quickly."""
+    step = step if step is not None else names.step_of(path)
+    manifest, problem = None, None
+    try:
+        if not path.is_dir() or path.is_symlink():
+            raise InvalidCheckpoint("not a folder")
+        if (path / SENTINEL).exists():
+            raise InvalidCheckpoint(f"the save never finished ({SENTINEL} is there)")
+        try:
+            manifest = read_manifest(path)
+        except FileNotFoundError:
+            return Found(path, step or 0, None, None, _bytes(path), _created(path))
+        if step is not None and manifest.step != step:
+            raise InvalidCheckpoint(f"{MANIFEST} belongs to checkpoint-{manifest.step}")
+        _check_files(path, manifest)
+    except InvalidCheckpoint as error:
+        problem = error.reason
+    if manifest is None:
+        return Found(path, step or 0, None, problem, _bytes(path), _created(path))
+    return Found(path, manifest.step, manifest, problem, manifest.size, datetime.fromisoformat(manifest.created))
+
+
+def verify(path: Path, pool: BlockPool, *, progress: Callable[[int], None] | None = None) -> Found:
+    """Read every byte of a checkpoint; InvalidCheckpoint names the first thing that is wrong."""
+    found = look_at(path)
+    if found.problem is not None:
+        raise InvalidCheckpoint(found.problem, path=path)
+    if found.manifest is None:
+        check_foreign(path, progress=progress)
+        return found
+    with Reader(path, pool, block_bytes=found.manifest.block_bytes) as reader:
+        for name, entry in found.manifest.files.items():
+            reader.open(name, entry)
+        reader.run(progress=progress)
+    return found
+
+
+def _check_files(path: Path, manifest: Manifest) -> None:
+    for name, entry in manifest.files.items():
+        file = path / name
+        # Links could lead out of the folder, or to something that changes under us.
+        if any(parent.is_symlink() for parent in file.parents if parent.is_relative_to(path)):
+            raise InvalidCheckpoint(f"{name} leads out of the checkpoint", path=path)
+        try:
+            info = file.lstat()
+        except OSError as error:
+            raise InvalidCheckpoint(f"{name} is missing", path=path) from error
+        if not stat.S_ISREG(info.st_mode):
+            raise InvalidCheckpoint(f"{name} is not a plain file", path=path)
+        if info.st_size != entry.bytes:
+            raise InvalidCheckpoint(f"{name} has {info.st_size:,} bytes instead of {entry.bytes:,}", path=path)
+
+
+def _set_aside(path: Path, step: int) -> Found:
+    try:
+        reason = json.loads((path / SET_ASIDE).read_bytes())["reason"]
+    except (OSError, ValueError, KeyError, TypeError):
+        reason = "unknown"
+    return Found(path, step, None, f"set aside: {reason}", _bytes(path), _created(path))
+
+
+def _bytes(path: Path) -> int:
+    if not path.is_dir():
+        return 0
+    return sum(file.lstat().st_size for file in path.rglob("*") if file.is_file() and not file.is_symlink())
+
+
+def _created(path: Path) -> datetime:
+    return datetime.fromtimestamp(path.lstat().st_mtime, timezone.utc)

@@ -1,0 +1,203 @@
+"""`torch.save`'s file format, laid out for the streaming writer: stock `torch.load(weights_only=True)` reads it.
+
+A stored (never compressed) zip: `archive/data.pkl` is a pickle in which every storage is a persistent id, and
+`archive/data/<key>` are the storages' bytes, each starting at a multiple of 64. torch reserves space and patches
+CRCs afterwards, or leaves them 0; we stream, so each record's CRC follows it in a data descriptor and is repeated in
+the directory at the end, and strict zip readers (`python -m zipfile -t`) agree.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import sys
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from reprieve.checkpoint.layout import DeviceSource, FileLayout, HostSource, LayoutBuilder, Source
+from reprieve.errors import StateError
+
+_ALIGNMENT = 64
+_ZIP32_MAX = 0xFFFFFFFF
+_CRC_FOLLOWS = 1 << 3
+_ROOT = "archive/"
+
+ARCHIVE_COMMENT = b"reprieve: data at the next multiple of 64"
+"""The zip's comment: a reader need not visit each local header to know where its record starts."""
+
+
+def layout_torch(name: str, obj: object) -> FileLayout:
+    """What `torch.save(obj, name)` would write, as a layout. Nothing of the tensors is copied."""
+    pickled, storages = pickle_without_data(name, obj)
+    archive = _Archive(name)
+    archive.add_known("data.pkl", pickled)
+    archive.add_known("byteorder", sys.byteorder.encode())
+    for key, storage in enumerate(storages):
+        archive.add_storage(f"data/{key}", storage)
+    archive.add_known("version", b"3\n")
+    return archive.build()
+
+
+def pickle_without_data(name: str, obj: object) -> tuple[bytes, list[torch.UntypedStorage]]:
+    """The pickle with storages left out, and the storages in the order of their keys."""
+    out = io.BytesIO()
+    pickler = _StoragePickler(out)
+    try:
+        pickler.dump(obj)
+    except StateError as error:
+        raise StateError(f"{name}: {error}") from None
+    except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
+        raise StateError(f"{name} cannot be saved: {error}") from error
+    return out.getvalue(), pickler.storages
+
+
+def data_offset(header_offset: int, name_length: int, size: int) -> int:
+    """Where a record's data starts: after the local header, its name, the ZIP64 sizes if large, and the padding."""
+    end = header_offset + 30 + name_length + (20 if size >= _ZIP32_MAX else 0) + 4
+    return end + -end % _ALIGNMENT
+
+
+class _StoragePickler(pickle.Pickler):
+    def __init__(self, out: io.BytesIO) -> None:
+        super().__init__(out, protocol=2)
+        self.storages: list[torch.UntypedStorage] = []
+        self._keys: dict[int, str] = {}
+
+    def persistent_id(self, obj: Any) -> tuple[str, Any, str, str, int] | None:
+        if isinstance(obj, torch.storage.TypedStorage):
+            storage = obj._untyped_storage
+            kind = getattr(torch, obj._pickle_storage_type())
+            count = obj._size()
+        elif isinstance(obj, torch.UntypedStorage):
+            storage, kind, count = obj, torch.UntypedStorage, obj.nbytes()
+        else:
+            if isinstance(obj, torch.Tensor) and obj.is_meta:
+                raise StateError(
+                    f"a meta tensor of shape {tuple(obj.shape)} has no data to save: materialise the model "
+                    "(`to_empty`, then initialise or load it) before the first save"
+                )
+            return None
+        # Tensors that share memory share a StorageImpl, and so come back sharing it.
+        key = self._keys.get(storage._cdata)
+        if key is None:
+            key = self._keys[storage._cdata] = str(len(self.storages))
+            self.storages.append(storage)
+        return ("storage", kind, key, torch.serialization.location_tag(storage), count)
+
+
+@dataclass(slots=True)
+class _Record:
+    name: bytes
+    offset: int
+    size: int
+    crc: int
+    """The CRC itself, or its number where it is not known yet."""
+    known: bool
+
+    @property
+    def large(self) -> bool:
+        return self.size >= _ZIP32_MAX
+
+    @property
+    def flags(self) -> int:
+        return 0 if self.known else _CRC_FOLLOWS
+
+    @property
+    def directory_extra(self) -> bytes:
+        numbers = ([self.size, self.size] if self.large else []) + ([self.offset] if self.offset >= _ZIP32_MAX else [])
+        return struct.pack(f"<HH{len(numbers)}Q", 1, 8 * len(numbers), *numbers) if numbers else b""
+
+
+class _Archive:
+    """Builds the zip record by record."""
+
+    def __init__(self, name: str) -> None:
+        self._layout = LayoutBuilder(name)
+        self._records: list[_Record] = []
+
+    def add_known(self, name: str, data: bytes) -> None:
+        self._header(_Record((_ROOT + name).encode(), self._layout.size, len(data), zlib.crc32(data), True))
+        self._layout.add_bytes(data)
+
+    def add_storage(self, name: str, storage: torch.UntypedStorage) -> None:
+        size = storage.nbytes()
+        record = _Record((_ROOT + name).encode(), self._layout.size, size, self._layout.crcs, False)
+        self._header(record)
+        self._layout.add_source(_storage_source(storage), size, crc=True, device=storage.device)
+        sizes = "QQ" if record.large else "II"
+        self._layout.add_deferred(
+            struct.calcsize("<4sI" + sizes),
+            lambda crcs: struct.pack("<4sI" + sizes, b"PK\x07\x08", crcs[record.crc], size, size),
+        )
+
+    def _header(self, record: _Record) -> None:
+        """The record's local header, padded so that its data starts aligned."""
+        size = min(record.size, _ZIP32_MAX)
+        zip64 = struct.pack("<HHQQ", 1, 16, record.size, record.size) if record.large else b""
+        start = data_offset(record.offset, len(record.name), record.size)
+        padding = start - (record.offset + 30 + len(record.name) + len(zip64) + 4)
+        extra = zip64 + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+        crc = record.crc if record.known else 0
+        header = struct.pack(
+            "<4s5H3I2H", b"PK\x03\x04", 45 if record.large else 20, record.flags, 0, 0, _DOS_DATE,
+            crc, size, size, len(record.name), len(extra),
+        )  # fmt: skip
+        self._layout.add_bytes(header + record.name + extra)
+        self._records.append(record)
+
+    def _directory(self, crcs: list[int]) -> bytes:
+        parts = []
+        for record in self._records:
+            size = min(record.size, _ZIP32_MAX)
+            extra = record.directory_extra
+            parts += [
+                struct.pack(
+                    "<4s6H3I5H2I", b"PK\x01\x02", 45, 45 if extra else 20, record.flags, 0, 0, _DOS_DATE,
+                    record.crc if record.known else crcs[record.crc], size, size, len(record.name), len(extra),
+                    0, 0, 0, 0, min(record.offset, _ZIP32_MAX),
+                ),
+                record.name,
+                extra,
+            ]  # fmt: skip
+        return b"".join(parts)
+
+    def build(self) -> FileLayout:
+        start = self._layout.size
+        length = sum(46 + len(record.name) + len(record.directory_extra) for record in self._records)
+        self._layout.add_deferred(length, self._directory)
+        count, end = len(self._records), start + length
+        if count >= 0xFFFF or end >= _ZIP32_MAX:
+            self._layout.add_bytes(
+                struct.pack("<4sQ2H2I4Q", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, length, start)
+                + struct.pack("<4sIQI", b"PK\x06\x07", 0, end, 1)
+            )
+        short = min(count, 0xFFFF)
+        self._layout.add_bytes(
+            struct.pack(
+                "<4s4H2IH",
+                b"PK\x05\x06",
+                0,
+                0,
+                short,
+                short,
+                min(length, _ZIP32_MAX),
+                min(start, _ZIP32_MAX),
+                len(ARCHIVE_COMMENT),
+            )
+            + ARCHIVE_COMMENT
+        )
+        return self._layout.build()
+
+
+_DOS_DATE = (1 << 5) | 1  # 1980-01-01, the first day a zip can tell: the same state gives the same bytes
+
+
+def _storage_source(storage: torch.UntypedStorage) -> Source:
+    if storage.device.type == "cpu":
+        return HostSource(storage.data_ptr(), storage)
+    flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return DeviceSource(flat.set_(storage))

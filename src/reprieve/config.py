@@ -1,0 +1,48 @@
+"""How people write durations and sizes ("5m", "50GB"), and how we write them back."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+
+from reprieve.errors import ConfigError
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)")
+_SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+
+
+def parse_duration(text: str | float | timedelta) -> timedelta:
+    """`"90s"`, `"5m"`, `"1h30m"`, a number of seconds, or a timedelta; always more than zero."""
+    if isinstance(text, timedelta):
+        duration = text
+    elif isinstance(text, int | float):
+        duration = timedelta(seconds=text)
+    else:
+        parts = _DURATION.findall(text)
+        if not parts or _DURATION.sub("", text).strip():
+            raise ConfigError(f"{text!r} is not a duration: write it like '30s', '5m' or '1h30m'")
+        duration = timedelta(seconds=sum(float(number) * _SECONDS[unit] for number, unit in parts))
+    if duration <= timedelta(0):
+        raise ConfigError(f"the duration {text!r} must be more than zero")
+    return duration
+
+
+def parse_size(text: str | int) -> int:
+    """`"50GB"`, `"256MiB"` or a number of bytes."""
+    if isinstance(text, int):
+        return text
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"{text!r} is not a size: write it like '256MiB' or '50GB'")
+    number, prefix, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " kmgt".index(prefix.lower() or " "))
+
+
+def format_size(count: float) -> str:
+    """Bytes for people: `1.49 GB`. Decimal units, as disks are sold and bandwidth is quoted."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(count) < 1000 or unit == "TB":
+            break
+        count /= 1000
+    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"

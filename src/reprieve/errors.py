@@ -1,0 +1,78 @@
+"""Every error that Reprieve raises, as one tree.
+
+    ReprieveError
+    ├── ConfigError            a setting is wrong; the message says which and what would be right
+    ├── StateError             the training state cannot be saved, or does not fit what was saved
+    │   ├── UnsafeState        saved, it could not be loaded again (weights_only would refuse it)
+    │   └── StateMismatch      missing or unexpected keys, shapes or dtypes
+    ├── CheckpointError        about checkpoints on storage
+    │   ├── InvalidCheckpoint  this one is not whole, not true or not trusted; the message says why
+    │   └── NothingToResume    something is there, and none of it is valid
+    ├── StorageError           the storage refused: permission, read-only, not a folder, an I/O error
+    │   └── StorageFull        not enough room; names the bytes needed and the bytes free
+    └── OwnershipError         about who may write to a checkpoint folder
+        ├── FolderInUse        another run, still alive, owns it
+        └── Fenced             a newer attempt of the same run has taken over from us
+
+Third-party errors are chained (`raise … from`), never leaked. A message says what happened, to which thing,
+and what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class ReprieveError(Exception):
+    """Base of all errors raised by Reprieve."""
+
+
+class ConfigError(ReprieveError, ValueError):
+    """A setting is wrong."""
+
+
+class StateError(ReprieveError):
+    """The training state cannot be saved, or does not fit what was saved."""
+
+
+class UnsafeState(StateError):
+    """The state could be saved, but not loaded again without running arbitrary code."""
+
+
+class StateMismatch(StateError):
+    """What was saved and what is there now differ in keys, shapes or dtypes."""
+
+
+class CheckpointError(ReprieveError):
+    """Something is wrong with a checkpoint on storage."""
+
+
+class InvalidCheckpoint(CheckpointError):
+    """One checkpoint is not whole, not true or not trusted. `reason` is fit for a table cell."""
+
+    def __init__(self, reason: str, *, path: object = None) -> None:
+        self.reason = reason
+        self.path = path
+        super().__init__(f"{path}: {reason}" if path is not None else reason)
+
+
+class NothingToResume(CheckpointError):
+    """There are checkpoints, and none of them is valid."""
+
+
+class StorageError(ReprieveError, OSError):
+    """The storage refused an operation."""
+
+
+class StorageFull(StorageError):
+    """Not enough room for a checkpoint."""
+
+
+class OwnershipError(ReprieveError):
+    """Somebody else may write here, or we no longer may."""
+
+
+class FolderInUse(OwnershipError):
+    """Another live run owns the folder."""
+
+
+class Fenced(OwnershipError):
+    """A newer attempt of this run has taken over; this process must not write any more."""

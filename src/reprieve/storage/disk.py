@@ -1,0 +1,232 @@
+"""The one place where the package changes a file system.
+
+Every verb here is one system call that matters after a power cut: nothing else in `src/` creates, writes, flushes,
+renames or removes. So a test can stand in for the whole disk (fill it, kill the process at the n-th call, record
+the calls and replay every crash), and a reader can check the order of the flushes by reading the callers.
+
+Direct I/O is used where the file system takes it (on the machines we measured, 2 to 5 times the speed of
+buffered writes plus fsync); where it refuses (tmpfs, some NFS and FUSE mounts) the same verbs write buffered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from reprieve.config import format_size
+from reprieve.errors import StorageError, StorageFull
+
+# Whole pages are what every file system accepts that accepts direct I/O at all.
+PAGE = 4096
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_STATX_DIOALIGN = 0x2000
+_AT_EMPTY_PATH = 0x1000
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(slots=True)
+class OpenFile:
+    """A file that is open for writing or reading."""
+
+    path: Path
+    fd: int
+    direct: bool
+    """Offsets and lengths must be multiples of PAGE, and buffers page-aligned."""
+
+
+class Disk:
+    """A local or mounted file system."""
+
+    def make_folder(self, path: Path) -> None:
+        path.mkdir()
+
+    def create(self, path: Path, size: int) -> OpenFile:
+        """A new file with room for `size` bytes reserved, so that a full disk is met before the first byte."""
+        file = _open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        try:
+            if size and _libc.fallocate(file.fd, 0, ctypes.c_long(0), ctypes.c_long(_round_up(size))):
+                code = ctypes.get_errno()
+                if code in _NO_ROOM:
+                    raise OSError(code, os.strerror(code), str(path))
+        except BaseException:
+            os.close(file.fd)
+            raise
+        return file
+
+    def write(self, file: OpenFile, data: memoryview, offset: int) -> None:
+        """All of `data`, which is page-aligned and a whole number of pages when the file is direct."""
+        while data:
+            try:
+                done = os.pwrite(file.fd, data, offset)
+            except OSError as error:
+                # Some file systems accept the flag at open and refuse the first write.
+                if error.errno != errno.EINVAL or not file.direct:
+                    raise
+                _go_buffered(file)
+                continue
+            data = data[done:]
+            offset += done
+            if data and file.direct and done % PAGE:
+                _go_buffered(file)
+
+    def truncate(self, file: OpenFile, size: int) -> None:
+        os.ftruncate(file.fd, size)
+
+    def flush(self, file: OpenFile) -> None:
+        """The file's bytes and size are on the medium when this returns."""
+        os.fdatasync(file.fd)
+
+    def flush_folder(self, path: Path) -> None:
+        """The folder's entries (names created, renamed, removed) are on the medium when this returns."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def rename(self, source: Path, target: Path) -> None:
+        source.rename(target)
+
+    def remove(self, path: Path) -> None:
+        path.unlink()
+
+    def remove_folder(self, path: Path) -> None:
+        path.rmdir()
+
+    def touch(self, path: Path) -> None:
+        """A new modification time: a sign of life, not data."""
+        os.utime(path)
+
+    # What follows is made of the verbs above.
+
+    def close(self, file: OpenFile) -> None:
+        os.close(file.fd)
+
+    def remove_tree(self, path: Path) -> None:
+        """Everything below `path`, and it; what is gone already is no error. Links are removed, not followed."""
+        with contextlib.suppress(FileNotFoundError):
+            if path.is_symlink() or not path.is_dir():
+                self.remove(path)
+                return
+            for child in list(path.iterdir()):
+                self.remove_tree(child)
+            self.remove_folder(path)
+
+    def write_file(self, path: Path, data: bytes) -> None:
+        """A small new file, flushed. Its name is durable only after the folder is flushed."""
+        file = self.create(path, 0)
+        try:
+            _go_buffered(file)
+            self.write(file, memoryview(data), 0)
+            self.flush(file)
+        finally:
+            self.close(file)
+
+    def replace_file(self, path: Path, data: bytes) -> None:
+        """A small file that holds either its old bytes or these, whatever happens; durable on return."""
+        fresh = path.with_name(f"{path.name}.new")
+        with contextlib.suppress(FileNotFoundError):
+            self.remove(fresh)
+        self.write_file(fresh, data)
+        self.rename(fresh, path)
+        self.flush_folder(path.parent)
+
+
+def open_for_reading(path: Path) -> OpenFile:
+    return _open(path, os.O_RDONLY)
+
+
+def read_into(file: OpenFile, buffer: memoryview, offset: int) -> int:
+    """Fill `buffer` from `offset`, up to the end of the file; the number of bytes read."""
+    total = 0
+    while total < len(buffer):
+        try:
+            done = os.preadv(file.fd, [buffer[total:]], offset + total)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not file.direct:
+                raise
+            _go_buffered(file)
+            continue
+        if done == 0:
+            break
+        total += done
+        # At the end of a file whose size is no multiple of the page, direct reads come back short: that is the end.
+        if file.direct and done % PAGE:
+            break
+    return total
+
+
+def free_bytes(folder: Path) -> int:
+    """Room that we may use in the file system of `folder`."""
+    stat = os.statvfs(folder)
+    return stat.f_bavail * stat.f_frsize
+
+
+def explain(error: OSError, folder: Path, *, needed: int | None = None) -> NoReturn:
+    """Raise what the user should read in place of a bare OSError."""
+    if error.errno in _NO_ROOM:
+        try:
+            free = format_size(free_bytes(folder))
+        except OSError:
+            free = "unknown"
+        need = f"{format_size(needed)} needed, " if needed is not None else ""
+        raise StorageFull(
+            error.errno, f"no room for a checkpoint in {folder}: {need}{free} free. Free some space or lower `keep`"
+        ) from error
+    if isinstance(error, StorageError):
+        raise error
+    hint = {
+        errno.EROFS: "the file system is mounted read-only",
+        errno.EACCES: "no permission",
+        errno.EPERM: "no permission",
+        errno.ENOTDIR: "there is a file where the folder should be",
+        errno.EIO: "the storage reports an I/O error",
+    }.get(error.errno or 0, error.strerror or str(error))
+    at = f" (at {error.filename})" if error.filename and str(error.filename) != str(folder) else ""
+    raise StorageError(error.errno, f"cannot use {folder} for checkpoints: {hint}{at}") from error
+
+
+def _open(path: Path, flags: int) -> OpenFile:
+    flags |= os.O_CLOEXEC
+    try:
+        fd = os.open(path, flags | os.O_DIRECT, 0o644)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        # tmpfs: the file may have been created by the refused call.
+        return OpenFile(path, os.open(path, flags & ~os.O_EXCL, 0o644), direct=False)
+    file = OpenFile(path, fd, direct=True)
+    if not _direct_by_pages(fd):
+        _go_buffered(file)
+    return file
+
+
+def _go_buffered(file: OpenFile) -> None:
+    import fcntl
+
+    if file.direct:
+        fcntl.fcntl(file.fd, fcntl.F_SETFL, fcntl.fcntl(file.fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+        file.direct = False
+
+
+def _direct_by_pages(fd: int) -> bool:
+    """Does direct I/O in whole pages work here? Kernels before 6.1 do not say: then yes, and `write` finds out."""
+    answer = ctypes.create_string_buffer(256)
+    if _libc.statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, answer):
+        return True
+    (mask,) = struct.unpack_from("I", answer, 0)
+    memory, offset = struct.unpack_from("II", answer, 152)
+    if not mask & _STATX_DIOALIGN:
+        return True
+    return bool(0 < memory <= PAGE and 0 < offset <= PAGE)
+
+
+def _round_up(size: int) -> int:
+    return -(-size // PAGE) * PAGE

@@ -1,0 +1,1 @@
+"""Power-cut rigs: a disk that can be cut (loopfs), and one that records its writes (recorder, replay)."""
