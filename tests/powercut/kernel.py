@@ -132,8 +132,12 @@ class Guard:
         # Its own session, so that Ctrl-C in the terminal does not end it first.
         self._shell = subprocess.Popen(
             ["/bin/sh", "-c", self.SCRIPT, "guard", *map(str, mounts)],
-            **{"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL},
-            **{"env": {"PATH": SBIN}, "cwd": "/", "start_new_session": True},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={"PATH": SBIN},
+            cwd="/",
+            start_new_session=True,
         )
 
     def fire(self) -> None:

@@ -86,7 +86,9 @@ class Recorder:
             fds = [fuse, self._image, self._log, theirs.fileno()]
             self._server = subprocess.Popen(
                 [sys.executable, "-IS", str(Path(__file__).with_name("fuse_server.py")), *map(str, fds)],
-                **{"pass_fds": fds, "start_new_session": True, "stdin": subprocess.DEVNULL},
+                pass_fds=fds,
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
             )
         finally:
             os.close(fuse)  # with the server's copy alone left, its death ends the mount instead of hanging it

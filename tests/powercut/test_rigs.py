@@ -124,6 +124,23 @@ def test_a_process_that_holds_a_file_does_not_stop_cut_remount_or_cleanup() -> N
     assert not is_mounted(disk.path)
 
 
+def test_a_process_that_writes_through_the_old_mount_does_not_reach_the_new_one() -> None:
+    code = (
+        "import os, sys\nf = open(sys.argv[1], 'ab', 0)\nprint('ready', flush=True)\nsys.stdin.readline()\n"
+        "f.write(b'late')\nos.fsync(f.fileno())"
+    )
+    with LoopDisk() as disk:
+        write(disk.path / "file", OLD, sync=True)
+        with in_a_process(code, disk.path / "file") as holder:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "ready\n"
+            disk.remount()
+            holder.communicate("go\n")
+        assert holder.returncode == 0
+        disk.remount()
+        assert (disk.path / "file").read_bytes() == OLD
+
+
 def test_several_processes_may_take_loop_devices_at_once() -> None:
     code = (
         "from powercut.loopfs import LoopDisk\n"

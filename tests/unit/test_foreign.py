@@ -52,6 +52,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
         state = {"model": model.state_dict(), "optimizer": trainer.optimizer.state_dict(), "epoch": 3}
         (root / "plain").mkdir()
         torch.save(state, root / "plain" / "state.pt")
+        del state["optimizer"]
         dcp.save(state, storage_writer=dcp.FileSystemWriter(root / "dcp", thread_count=2))
         # One item for two threads: the second file stays empty, and that is no damage.
         dcp.save({"a": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(root / "dcp-small", thread_count=2))
@@ -177,20 +178,9 @@ def test_truncation_of_every_file_is_found(copy: Callable[[str], Path], name: st
     folder = copy(name)
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         whole = path.read_bytes()
-        for length in {
-            0,
-            1,
-            4,
-            8,
-            22,
-            98,
-            len(whole) // 3,
-            len(whole) // 2,
-            len(whole) - 22,
-            len(whole) - 2,
-            len(whole) - 1,
-        }:
-            if 0 <= length < len(whole):
+        size = len(whole)
+        for length in {0, 1, 4, 8, 22, 98, size // 3, size // 2, size - 22, size - 2, size - 1}:
+            if 0 <= length < size:
                 cut = whole[:length]
                 if path.suffix == ".json" and cut.rstrip() == whole.rstrip():
                     continue  # only the last newline is gone
@@ -406,6 +396,18 @@ def test_compressed_archive_and_leading_bytes_are_refused(tmp_path: Path) -> Non
     assert "does not fit" in reason(tmp_path) or "points elsewhere" in reason(tmp_path)
 
 
+def test_comment_at_the_end_is_accepted_with_its_exact_length(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    torch.save(torch.ones(3), path)
+    whole = path.read_bytes()
+    comment = b"written by hand"
+    path.write_bytes(whole[:-2] + struct.pack("<H", len(comment)) + comment)
+    check_foreign(tmp_path)
+    for length in (len(comment) - 1, len(comment) + 1):
+        path.write_bytes(whole[:-2] + struct.pack("<H", length) + comment)
+        assert "not at its end" in reason(tmp_path)
+
+
 def test_old_format_is_refused_with_the_way_out(tmp_path: Path) -> None:
     torch.save(torch.ones(3), tmp_path / "model.bin", _use_new_zipfile_serialization=False)
     assert "torch.save(torch.load(PATH, weights_only=True), PATH)" in reason(tmp_path)
@@ -462,6 +464,11 @@ def test_missing_shard_and_missing_index_are_found(copy: Callable[[str], Path]) 
 
 def test_missing_parts_of_a_dcp_checkpoint_are_found(copy: Callable[[str], Path]) -> None:
     folder = copy("dcp")
+    whole = (folder / "__0_1.distcp").read_bytes()
+    (folder / "__0_1.distcp").write_bytes(whole[:-1])
+    assert f"__0_1.distcp: cut short: {len(whole) - 1} bytes, an item of .metadata ends at {len(whole)}" in reason(
+        folder
+    )
     (folder / "__0_1.distcp").rename(folder.parent / "elsewhere")
     assert "__0_1.distcp is missing" in reason(folder)
     (folder / ".metadata").unlink()
@@ -551,11 +558,11 @@ def test_hostile_dcp_is_refused_and_never_runs(copy: Callable[[str], Path], tmp_
     for protocol in (0, 2, 4):
         (folder / ".metadata").write_bytes(pickle.dumps(Hostile(marker), protocol))
         assert "posix.system" in reason(folder)
-    # Reached through a module that is itself harmless.
-    (folder / ".metadata").write_bytes(
-        b"\x80\x04\x8c\x27torch.distributed.checkpoint.filesystem\x8c\x09os.system\x93\x8c\x04true\x85R."
-    )
-    assert "filesystem.os.system" in reason(folder)
+    # Reached through names that are themselves harmless.
+    for module, name in (("torch.distributed.checkpoint.filesystem", "os.system"), ("torch", "Size.__new__")):
+        names = b"".join(b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, name))
+        (folder / ".metadata").write_bytes(b"\x80\x04" + names + b"\x93\x8c\x04true\x85R.")
+        assert f"would run {module}.{name}" in reason(folder)
     (folder / ".metadata").write_bytes(whole.replace(b"__0_0.distcp", b"../_0.distcp"))
     assert "outside the folder" in reason(folder)
     blob = io.BytesIO()

@@ -27,13 +27,14 @@ class Block:
 
     __slots__ = ("_memory", "address", "pinned", "view")
 
-    def __init__(self, *, pinned: bool) -> None:
+    def __init__(self, *, pinned: bool, touch: bool = False) -> None:
         self._memory = mmap.mmap(-1, BLOCK_BYTES)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(self._memory)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        ctypes.memset(self.address, 0, BLOCK_BYTES)
+        if touch:  # the kernel gives memory at its first use: before it is needed, or while somebody waits
+            ctypes.memset(self.address, 0, BLOCK_BYTES)
         self.pinned = pinned and _pin(self.address)
 
 
@@ -97,7 +98,7 @@ class BlockPool:
                     return
                 self._made += 1
             try:
-                block = Block(pinned=self.pinned)
+                block = Block(pinned=self.pinned, touch=True)
             except BaseException:
                 with self._changed:
                     self._made -= 1

@@ -33,7 +33,8 @@ from reprieve.checkpoint.retention import Retention, reading, remove_doomed
 from reprieve.checkpoint.room import StagingRoom, check_room
 from reprieve.checkpoint.schedule import Every, Schedule
 from reprieve.checkpoint.state import State
-from reprieve.checkpoint.survey import Found, look_at, survey, verify
+from reprieve.checkpoint.survey import Found, look_at, survey
+from reprieve.checkpoint.verify import verify
 from reprieve.checkpoint.writer import Writer
 from reprieve.clock import Clock, SystemClock
 from reprieve.config import parse_duration, parse_size

@@ -28,7 +28,9 @@ def begin(disk: Disk, root: Path, step: int) -> Path:
     folder = names.saving(root, step)
     disk.remove_tree(folder)
     disk.make_folder(folder)
-    disk.write_file(folder / SENTINEL, b"A save is in progress, or was cut short. Do not load this checkpoint.\n")
+    # Not flushed: the folder's name already says what this says, and both are gone after the commit.
+    text = b"A save is in progress, or was cut short. Do not load this checkpoint.\n"
+    disk.write_file(folder / SENTINEL, text, flush=False)
     return folder
 
 
@@ -64,13 +66,11 @@ def remove(disk: Disk, path: Path) -> None:
 
 
 def set_aside(disk: Disk, path: Path, reason: str) -> Path:
-    """Take a bad checkpoint out of the way without deleting it, and leave the reason in it."""
+    """Take a bad checkpoint out of the way without deleting it, and leave the reason in it. The caller flushes."""
     target = names.aside(path)
     disk.rename(path, target)
-    note = json.dumps({"reason": reason}).encode() + b"\n"
     if target.is_dir():
-        disk.replace_file(target / SET_ASIDE, note)
-    disk.flush_folder(path.parent)
+        disk.replace_file(target / SET_ASIDE, json.dumps({"reason": reason}).encode() + b"\n")
     return target
 
 

@@ -102,7 +102,8 @@ class Owner:
         self._beat.join()
         with contextlib.suppress(Fenced, OSError), self.committing():
             released = OwnerRecord(**{**asdict(self.record), "released": True})
-            _write_record(self._disk, self._folder, released)
+            # Not flushed: if it is lost, the next start finds the lock free or the heartbeat still.
+            _write_record(self._disk, self._folder, released, flush_folder=False)
         self._unlock()
 
     def _keep_alive(self) -> None:
@@ -215,8 +216,9 @@ def _heartbeat(folder: Path) -> int:
         return 0
 
 
-def _write_record(disk: Disk, folder: Path, record: OwnerRecord) -> None:
-    disk.replace_file(folder / "owner.json", json.dumps(asdict(record), indent=1).encode() + b"\n")
+def _write_record(disk: Disk, folder: Path, record: OwnerRecord, *, flush_folder: bool = True) -> None:
+    data = json.dumps(asdict(record), indent=1).encode() + b"\n"
+    disk.replace_file(folder / "owner.json", data, flush_folder=flush_folder)
 
 
 _locks: set[int] = set()

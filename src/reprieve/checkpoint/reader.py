@@ -7,7 +7,6 @@ read → XXH3 against the manifest → scatter to the targets. Blocks without a 
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 from bisect import bisect_right
@@ -16,8 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
-
-import torch
 
 from reprieve.checkpoint.blocks import BLOCK_BYTES, RING_BLOCKS, Block, BlockPool
 from reprieve.checkpoint.checksum import BlockHash
@@ -37,53 +34,6 @@ class Sink(Protocol):
 
     def finish(self) -> None:
         """All that was put since the last call has arrived; the block may be used again."""
-
-
-class HostSink:
-    """Memory of a CPU tensor or storage; `owner` keeps it alive."""
-
-    __slots__ = ("address", "owner")
-
-    def __init__(self, address: int, owner: object) -> None:
-        self.address = address
-        self.owner = owner
-
-    def put(self, block: Block, at: int, start: int, stop: int) -> None:
-        ctypes.memmove(self.address + start, block.address + at, stop - start)
-
-    def finish(self) -> None:
-        pass
-
-
-class DeviceSink:
-    """Memory of a GPU, as a flat uint8 tensor."""
-
-    __slots__ = ("flat",)
-
-    def __init__(self, flat: torch.Tensor) -> None:
-        self.flat = flat
-
-    def put(self, block: Block, at: int, start: int, stop: int) -> None:
-        source = torch.frombuffer(block.view, dtype=torch.uint8, count=stop - start, offset=at)
-        self.flat[start:stop].copy_(source, non_blocking=block.pinned)
-
-    def finish(self) -> None:
-        torch.cuda.current_stream(self.flat.device).synchronize()
-
-
-def sink_of(storage: torch.UntypedStorage) -> Sink:
-    """The whole of a storage."""
-    if storage.device.type == "cpu":
-        return HostSink(storage.data_ptr(), storage)
-    flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return DeviceSink(flat.set_(storage))
-
-
-def tensor_sink(tensor: torch.Tensor) -> Sink:
-    """The bytes of a contiguous tensor."""
-    if tensor.device.type == "cpu":
-        return HostSink(tensor.data_ptr(), tensor)
-    return DeviceSink(tensor.detach().reshape(-1).view(torch.uint8))
 
 
 @dataclass(slots=True)

@@ -25,9 +25,10 @@ import torch
 from reprieve.checkpoint.blocks import BLOCK_BYTES, BlockPool
 from reprieve.checkpoint.manifest import Manifest
 from reprieve.checkpoint.plan import extras_file, tree_file
-from reprieve.checkpoint.reader import CheckpointFile, Reader, Target, tensor_sink
+from reprieve.checkpoint.reader import CheckpointFile, Reader, Target
 from reprieve.checkpoint.rng import restore_rng
 from reprieve.checkpoint.safetensors_file import DTYPES
+from reprieve.checkpoint.sinks import tensor_sink
 from reprieve.checkpoint.state import RNG, VALUES, State
 from reprieve.checkpoint.torch_load import TorchFile, meta_storage
 from reprieve.errors import InvalidCheckpoint, StateMismatch

@@ -56,6 +56,7 @@ def clean_up(disk: Disk, root: Path, *, fresh: bool) -> None:
         while (previous := root / f"previous-{number}").exists():
             number += 1
         disk.make_folder(previous)
+        disk.flush_folder(root)  # before anything moves into it
         for path in old:
             disk.rename(path, previous / path.name)
         disk.flush_folder(previous)
@@ -86,6 +87,7 @@ def newest_valid(
             log.warning("passed over %s: %s", found.path, error.reason)
             if names.step_of(found.path) is not None and not isinstance(error, OtherRun):
                 log.warning("set aside as %s", commit.set_aside(disk, found.path, error.reason).name)
+                disk.flush_folder(root)
             continue
         log.info("resumed from %s", found.path)
         return found, values, passed_over

@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import json
 import stat
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
 from reprieve.checkpoint import names
-from reprieve.checkpoint.blocks import BlockPool
 from reprieve.checkpoint.commit import SET_ASIDE
-from reprieve.checkpoint.foreign import check_foreign
 from reprieve.checkpoint.manifest import MANIFEST, SENTINEL, Manifest, read_manifest
-from reprieve.checkpoint.reader import Reader
 from reprieve.errors import InvalidCheckpoint
 
 
@@ -78,21 +74,6 @@ def look_at(path: Path, step: int | None = None) -> Found:
     if manifest is None:
         return Found(path, step or 0, None, problem, _bytes(path), _created(path))
     return Found(path, manifest.step, manifest, problem, manifest.size, datetime.fromisoformat(manifest.created))
-
-
-def verify(path: Path, pool: BlockPool, *, progress: Callable[[int], None] | None = None) -> Found:
-    """Read every byte of a checkpoint; InvalidCheckpoint names the first thing that is wrong."""
-    found = look_at(path)
-    if found.problem is not None:
-        raise InvalidCheckpoint(found.problem, path=path)
-    if found.manifest is None:
-        check_foreign(path, progress=progress)
-        return found
-    with Reader(path, pool, block_bytes=found.manifest.block_bytes) as reader:
-        for name, entry in found.manifest.files.items():
-            reader.open(name, entry)
-        reader.run(progress=progress)
-    return found
 
 
 def _check_files(path: Path, manifest: Manifest) -> None:

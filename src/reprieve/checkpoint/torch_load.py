@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import _weights_only_unpickler
 
-from reprieve.checkpoint.reader import CheckpointFile, Target, sink_of
+from reprieve.checkpoint.reader import CheckpointFile, Target
+from reprieve.checkpoint.sinks import sink_of
 from reprieve.checkpoint.torch_file import ARCHIVE_COMMENT, data_offset
 from reprieve.errors import InvalidCheckpoint, UnsafeState
 

@@ -1,10 +1,10 @@
 """The structural check of a `torch.save` archive: a file of its own, or one of many in a `.distcp` file.
 
 A zip as torch writes it: records stored, never compressed, `top/data.pkl` beside `top/data/<key>`. Python's zipfile is
-forgiving (it skips over leading bytes, ignores the counts, accepts comments) and reads one archive per file; a check
-has to be strict and to find one among many, so the directory is read here. Every bit that decides what `torch.load`
-reads is covered: directory and local headers against each other, data by CRC-32, storages against data.pkl. Not
-covered, as nothing reads them: dates, attributes, versions and padding.
+forgiving (it steps over leading bytes, ignores counts and what follows the end) and reads one archive per file; a
+check has to be strict and to find one among many, so the directory is read here. Every bit that decides what
+`torch.load` reads is covered: directory and local headers against each other, data by CRC-32, storages against
+data.pkl. Not covered, as nothing reads them: dates, attributes, versions, padding and a comment's text.
 """
 
 from __future__ import annotations
@@ -126,10 +126,15 @@ def check_archive(file: FileReader, start: int, stop: int, *, allowed: Collectio
 
 def _read_directory(file: FileReader, start: int, stop: int) -> tuple[dict[str, _Record], int]:
     """The records by name, and where the directory begins."""
-    at = stop - 22
-    if at < start or not (end := file.read(at, 22)).startswith(b"PK\x05\x06"):
+    # The last one counts, as for torch's reader; torch leaves no comment behind it, our own writer a short one.
+    tail = file.read(max(start, stop - 22 - _MAX16), min(stop - start, 22 + _MAX16))
+    found = tail.rfind(b"PK\x05\x06", 0, max(0, len(tail) - 18))
+    if found < 0:
         raise InvalidCheckpoint("damaged or cut short: no zip directory at its end")
-    disk, first_disk, count_here, count, length, offset, comment = struct.unpack("<4x4H2IH", end)
+    at = stop - len(tail) + found
+    disk, first_disk, count_here, count, length, offset, comment = struct.unpack_from("<4x4H2IH", tail, found)
+    if at + 22 + comment != stop:
+        raise InvalidCheckpoint("damaged or cut short: the zip end record is not at its end")
     if at - 20 >= start and (locator := file.read(at - 20, 20)).startswith(b"PK\x06\x07"):
         at -= 20 + 56
         if at < start or struct.unpack("<4xIQI", locator) != (0, at - start, 1):
@@ -142,7 +147,7 @@ def _read_directory(file: FileReader, start: int, stop: int) -> tuple[dict[str, 
         ):
             raise InvalidCheckpoint("damaged: the two zip end records differ")
         disk, first_disk, count_here, count, length, offset = numbers
-    if disk or first_disk or comment or count_here != count or start + offset + length != at:
+    if disk or first_disk or count_here != count or start + offset + length != at:
         raise InvalidCheckpoint("damaged: the zip end record does not fit the file")
     directory = file.read(start + offset, length)
     records: dict[str, _Record] = {}

@@ -119,24 +119,26 @@ class Disk:
                 self.remove_tree(child)
             self.remove_folder(path)
 
-    def write_file(self, path: Path, data: bytes) -> None:
-        """A small new file, flushed. Its name is durable only after the folder is flushed."""
+    def write_file(self, path: Path, data: bytes, *, flush: bool = True) -> None:
+        """A small new file. Its name is durable only after the folder is flushed."""
         file = self.create(path, 0)
         try:
             _go_buffered(file)
             self.write(file, memoryview(data), 0)
-            self.flush(file)
+            if flush:
+                self.flush(file)
         finally:
             self.close(file)
 
-    def replace_file(self, path: Path, data: bytes) -> None:
-        """A small file that holds either its old bytes or these, whatever happens; durable on return."""
+    def replace_file(self, path: Path, data: bytes, *, flush_folder: bool = True) -> None:
+        """A small file that holds either its old bytes or these, whatever happens; these for sure once flushed."""
         fresh = path.with_name(f"{path.name}.new")
         with contextlib.suppress(FileNotFoundError):
             self.remove(fresh)
         self.write_file(fresh, data)
         self.rename(fresh, path)
-        self.flush_folder(path.parent)
+        if flush_folder:
+            self.flush_folder(path.parent)
 
 
 def open_for_reading(path: Path) -> OpenFile:

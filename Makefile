@@ -1,0 +1,53 @@
+# Every target does its own set-up (a virtual environment in .venv, dependencies pinned by constraints.txt), shows
+# what it does, and is quick when run again.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+UV_VERSION := 0.13.7
+
+export HF_HUB_OFFLINE := 1
+export PYTHONUNBUFFERED := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo lint format test bench soak clean
+
+help:  ## Show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/' | expand -t 18
+
+setup: $(READY)  ## Make the environment
+
+$(READY): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || { echo "» making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+		|| { echo "Reprieve needs Python 3.10 or newer: make PYTHON=python3.11 …"; exit 1; }
+	@test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
+	@echo "» installing (PyTorch is large: up to a few minutes the first time)"
+	@VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(READY)  ## Kill a training run in the middle of a save, start it again, and see what happened
+	@$(BIN)/python -m examples.demo
+
+lint: $(READY)  ## Style, types and layers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+format: $(READY)  ## Put the code into its usual form
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+test: $(READY)  ## All tests
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+bench: $(READY)  ## The figures of the README, as a table and in benchmarks/results.json
+	$(BIN)/python -m benchmarks
+
+soak: $(READY)  ## The long versions of the randomised tests (hours)
+	REPRIEVE_SOAK=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --timeout 86400 -m soak
+
+clean:  ## Remove the environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,1 @@
+"""Measurements of Reprieve beside its peers and the disk itself: `python -m benchmarks` from the repository's root."""

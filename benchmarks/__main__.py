@@ -1,0 +1,107 @@
+"""`python -m benchmarks`: ours, the peers and the disk on this machine. The table on stdout, talk on stderr.
+
+python -m benchmarks                              everything, 2 GB, 5 rounds: about 10 minutes
+python -m benchmarks --only save,peers.dcp_2      these (and the limit they are held against); other keys stay
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks import disk, engine, peers, results
+from benchmarks.measure import Job, can_drop_caches, measure
+from benchmarks.memory import OURS, extra_mib
+from benchmarks.state import TrainingState, shape_of
+from reprieve.config import format_size, parse_size
+
+ROOT = Path(__file__).parents[1]
+
+
+def main() -> int:
+    options = _options()
+    logging.basicConfig(level=logging.WARNING)
+    if not can_drop_caches():
+        print("not root: the page cache stays warm, and restores of peers look faster than they are", file=sys.stderr)
+    folder = _folder(options.folder)
+    try:
+        return _run(options, folder)
+    finally:
+        shutil.rmtree(folder)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser("benchmarks", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--size", type=parse_size, default=parse_size("2GB"), help="model and optimizer (2GB)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, help="where to write: a new folder in it, removed at the end")
+    parser.add_argument("--only", type=lambda text: text.split(","), help="names, or how they start: save,peers.hf")
+    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "results.json")
+    return parser.parse_args()
+
+
+def _folder(parent: Path | None) -> Path:
+    parent = parent or ROOT / ".work"
+    parent.mkdir(exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix="benchmarks-", dir=parent))
+
+
+def _run(options: argparse.Namespace, folder: Path) -> int:
+    print(f"making a state of {format_size(options.size)} in {folder}", file=sys.stderr)
+    state = TrainingState(shape_of(options.size))
+    needed, free = state.bytes * (len(peers.PEERS) + 4), shutil.disk_usage(folder).free
+    if needed > free:
+        print(f"{folder} has {format_size(free)} free, {format_size(needed)} are needed", file=sys.stderr)
+        return 1
+    ours, close = engine.jobs(folder, state)
+    every = [*disk.jobs(folder, state.bytes), *ours, *peers.jobs(folder, state)]
+    memory_names = {f"{peers_prefix(name)}save.extra_mib": name for name in [OURS, *_saving_peers()]}
+    chosen, memory = _choose(every, list(memory_names), options.only)
+    if not chosen and not memory:
+        known = sorted({*(job.name for job in every), *memory_names})
+        print(f"nothing is called {','.join(options.only)}. There is:\n  " + "\n  ".join(known), file=sys.stderr)
+        return 2
+    try:
+        times = measure(chosen, options.rounds)
+    finally:
+        close()
+    extra = {}
+    for key in memory:
+        print(f"memory: {key}", file=sys.stderr)
+        extra[key] = extra_mib(memory_names[key], state.bytes, memory_folder := folder / "memory")
+        shutil.rmtree(memory_folder)
+    found = results.collect(chosen, times, extra)
+    found |= {"state.bytes": state.bytes, "rounds": options.rounds}
+    results.show(chosen, times, found)
+    results.write(options.json, found, folder)
+    print(f"wrote {os.path.relpath(options.json)}", file=sys.stderr)
+    return 0
+
+
+def peers_prefix(name: str) -> str:
+    return "" if name == OURS else f"peers.{name}."
+
+
+def _saving_peers() -> list[str]:
+    return [name for name, peer in peers.PEERS.items() if peer.saves]
+
+
+def _choose(every: list[Job], memory: list[str], only: list[str] | None) -> tuple[list[Job], list[str]]:
+    """What was asked for, and what that is held against."""
+    if only is None:
+        return every, memory
+    asked = [job for job in every if job.is_below(only)]
+    limits = {job.limit for job in asked if job.limit}
+    if any(job.name == "save.background" for job in asked):
+        limits.add("memcpy")
+    chosen = [job for job in every if job in asked or job.is_below(limits)]
+    return chosen, [key for key in memory if any(key == name or key.startswith(f"{name}.") for name in only)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""The disk's own limit: the same bytes by direct I/O from memory that is there already, the best of several ways.
+
+Nothing else is done with the bytes, so no checkpoint can be faster. The file is new and its room reserved before the
+clock starts; the flush at the end counts.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.measure import Job
+
+PAGE = 4096
+_MIB = 2**20
+
+
+class Way(NamedTuple):
+    """How the bytes are moved."""
+
+    threads: int
+    block_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.threads} thread{'s' * (self.threads > 1)} × {self.block_bytes // _MIB} MiB"
+
+
+WAYS = [Way(threads, mib * _MIB) for threads in (1, 2, 4) for mib in (4, 16)]
+
+
+@cache
+def _buffer(number: int, length: int) -> mmap.mmap:
+    """Page-aligned memory, touched; random, as a disk (or the host below it) may be clever about zeros."""
+    memory = mmap.mmap(-1, length)
+    memory[:] = os.urandom(length)
+    return memory
+
+
+def create(path: Path, size: int) -> None:
+    """A new file with its room reserved."""
+    with path.open("xb") as file:
+        os.posix_fallocate(file.fileno(), 0, _whole_pages(size))
+
+
+def write(path: Path, size: int, way: Way) -> None:
+    """Durable on return."""
+    _each_block(path, os.O_WRONLY, size, way, os.pwrite, flush=True)
+
+
+def read(path: Path, size: int, way: Way) -> None:
+    _each_block(path, os.O_RDONLY, size, way, lambda fd, memory, at: os.preadv(fd, [memory], at), flush=False)
+
+
+def _each_block(
+    path: Path, flags: int, size: int, way: Way, move: Callable[[int, memoryview, int], int], *, flush: bool
+) -> None:
+    size = _whole_pages(size)
+    fd = os.open(path, flags | os.O_DIRECT)
+
+    def every_nth(first: int) -> None:
+        memory = memoryview(_buffer(first, way.block_bytes))
+        for at in range(first * way.block_bytes, size, way.threads * way.block_bytes):
+            count = min(way.block_bytes, size - at)
+            if move(fd, memory[:count], at) != count:
+                raise OSError(f"{path}: a short transfer at byte {at}")
+
+    try:
+        with ThreadPoolExecutor(way.threads) as threads:
+            list(threads.map(every_nth, range(way.threads)))
+        if flush:
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def touch_buffers(ways: list[Way]) -> None:
+    for way in ways:
+        for number in range(way.threads):
+            _buffer(number, way.block_bytes)
+
+
+def jobs(folder: Path, size: int) -> list[Job]:
+    touch_buffers(WAYS)
+    written, kept = folder / "disk-write", folder / "disk-read"
+
+    def make_kept() -> None:
+        if not kept.exists():
+            create(kept, size)
+            write(kept, size, WAYS[-1])
+
+    found = []
+    for way in WAYS:
+        label = f"{way.threads}x{way.block_bytes // _MIB}mib"
+        found.append(
+            Job(
+                f"disk.write.{label}",
+                partial(write, written, size, way),
+                before=partial(create, written, size),
+                after=written.unlink,
+                bytes=size,
+                label=str(way),
+            )
+        )
+        found.append(
+            Job(f"disk.read.{label}", partial(read, kept, size, way), before=make_kept, bytes=size, label=str(way))
+        )
+    return found
+
+
+def _whole_pages(size: int) -> int:
+    return -(-size // PAGE) * PAGE

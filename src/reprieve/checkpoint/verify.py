@@ -1,0 +1,27 @@
+"""Every byte of one checkpoint, against its manifest, or against its own structure where it has none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from reprieve.checkpoint.blocks import BlockPool
+from reprieve.checkpoint.foreign import check_foreign
+from reprieve.checkpoint.reader import Reader
+from reprieve.checkpoint.survey import Found, look_at
+from reprieve.errors import InvalidCheckpoint
+
+
+def verify(path: Path, pool: BlockPool, *, progress: Callable[[int], None] | None = None) -> Found:
+    """Read every byte of a checkpoint; InvalidCheckpoint names the first thing that is wrong."""
+    found = look_at(path)
+    if found.problem is not None:
+        raise InvalidCheckpoint(found.problem, path=path)
+    if found.manifest is None:
+        check_foreign(path, progress=progress)
+        return found
+    with Reader(path, pool, block_bytes=found.manifest.block_bytes) as reader:
+        for name, entry in found.manifest.files.items():
+            reader.open(name, entry)
+        reader.run(progress=progress)
+    return found

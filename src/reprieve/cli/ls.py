@@ -1,0 +1,72 @@
+"""`reprieve ls`: what is in a checkpoint folder."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+from rich.table import Table
+
+from reprieve.cli.output import ago, data, print_json, talk
+from reprieve.cli.target import checkpoints_at
+from reprieve.config import format_size
+
+if TYPE_CHECKING:
+    from reprieve.checkpoint.survey import Found
+
+
+def ls(folder: str, /, *, as_json: Annotated[bool, Parameter(name="--json", negative="")] = False) -> int:
+    """List the checkpoints in a folder, newest first: step, age, size, and valid or why not.
+
+    Looks at manifests and sizes only; `reprieve verify` reads every byte.
+
+    Example: reprieve ls checkpoints
+
+    Parameters
+    ----------
+    folder
+        The checkpoint folder.
+    as_json
+        Print JSON.
+    """
+    found = checkpoints_at(folder)
+    if as_json:
+        print_json([as_dict(one) for one in found])
+        return 0
+    if not found:
+        talk.print(f"no checkpoints in {folder}")
+        return 0
+    table = Table(box=None, pad_edge=False)
+    for heading, justify in (("checkpoint", "left"), ("step", "right"), ("epoch", "right"), ("saved", "right"),
+                             ("size", "right"), ("run", "left"), ("state", "left")):  # fmt: skip
+        table.add_column(heading, justify=justify)  # type: ignore[arg-type]
+    for one in found:
+        manifest = one.manifest
+        table.add_row(
+            one.path.name,
+            str(one.step),
+            f"{manifest.epoch:g}" if manifest and manifest.epoch is not None else "",
+            ago(one.created),
+            format_size(one.bytes),
+            f"{manifest.run} #{manifest.attempt}" if manifest else "",
+            "[green]valid[/]" if manifest and not one.problem else
+            f"[red]{one.problem}[/]" if one.problem else "[yellow]no manifest (written by other tools)[/]",
+        )  # fmt: skip
+    data.print(table)
+    return 0
+
+
+def as_dict(one: Found) -> dict[str, Any]:
+    manifest = one.manifest
+    return {
+        "path": str(one.path),
+        "step": one.step,
+        "epoch": manifest.epoch if manifest else None,
+        "created": one.created.isoformat(),
+        "bytes": one.bytes,
+        "valid": None if one.foreign else one.problem is None,
+        "problem": one.problem,
+        "run": manifest.run if manifest else None,
+        "attempt": manifest.attempt if manifest else None,
+        "metrics": dict(manifest.metrics) if manifest else {},
+    }

@@ -1,0 +1,26 @@
+"""How commands print: tables and JSON to stdout, everything else to stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import datetime, timezone
+from typing import Any
+
+from rich.console import Console
+
+data = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 200)
+talk = Console(stderr=True, soft_wrap=True)
+
+
+def print_json(value: Any) -> None:
+    json.dump(value, sys.stdout, indent=2, sort_keys=True)
+    sys.stdout.write("\n")
+
+
+def ago(moment: datetime) -> str:
+    seconds = (datetime.now(timezone.utc) - moment).total_seconds()
+    for name, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {name} ago"
+    return f"{max(0, seconds):.0f} s ago"

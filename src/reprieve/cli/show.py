@@ -1,0 +1,65 @@
+"""`reprieve show`: what one checkpoint says of itself."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from cyclopts import Parameter
+from rich.table import Table
+
+from reprieve.cli.ls import as_dict
+from reprieve.cli.output import data, print_json
+from reprieve.cli.target import checkpoints_at
+from reprieve.config import format_size
+from reprieve.errors import ConfigError
+
+
+def show(checkpoint: str, /, *, as_json: Annotated[bool, Parameter(name="--json", negative="")] = False) -> int:
+    """Show one checkpoint: run, attempt, what it continued from, versions, metrics and files.
+
+    Example: reprieve show checkpoints/checkpoint-500
+
+    Parameters
+    ----------
+    checkpoint
+        A checkpoint, or a folder of them: then its newest.
+    as_json
+        Print JSON.
+    """
+    found = checkpoints_at(checkpoint)
+    if not found:
+        raise ConfigError(f"no checkpoints in {checkpoint}")
+    one, manifest = found[0], found[0].manifest
+    if as_json:
+        files = {name: {"bytes": entry.bytes, "xxh3_128": entry.xxh3_128} for name, entry in manifest.files.items()} \
+            if manifest else None  # fmt: skip
+        print_json(
+            {
+                **as_dict(one),
+                "files": files,
+                "parent": manifest.parent if manifest else None,
+                "versions": dict(manifest.versions) if manifest else None,
+                "world_size": manifest.world_size if manifest else None,
+            }
+        )
+        return 1 if one.problem else 0
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="bold")
+    table.add_column()
+    rows = [("path", str(one.path)), ("step", str(one.step)), ("size", format_size(one.bytes)),
+            ("saved", one.created.isoformat())]  # fmt: skip
+    rows.append(("state", one.problem or ("valid" if manifest else "no manifest (written by other tools)")))
+    if manifest:
+        rows += [
+            ("epoch", "" if manifest.epoch is None else f"{manifest.epoch:g}"),
+            ("run", f"{manifest.run}, attempt {manifest.attempt}"),
+            ("continued from", manifest.parent or "nothing: a fresh start"),
+            ("world size", str(manifest.world_size)),
+            ("metrics", ", ".join(f"{name}={value:g}" for name, value in manifest.metrics.items())),
+            ("versions", ", ".join(f"{name} {value}" for name, value in manifest.versions.items())),
+        ]
+        rows += [(name, f"{format_size(entry.bytes):>9}  {entry.xxh3_128}") for name, entry in manifest.files.items()]
+    for key, value in rows:
+        table.add_row(key, value)
+    data.print(table)
+    return 1 if one.problem else 0

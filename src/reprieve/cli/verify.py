@@ -1,0 +1,68 @@
+"""`reprieve verify`: read every byte of checkpoints and say whether they are what was saved."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from reprieve.cli.output import data, print_json, talk
+from reprieve.cli.target import checkpoints_at
+from reprieve.errors import InvalidCheckpoint
+
+if TYPE_CHECKING:
+    from reprieve.checkpoint.survey import Found
+
+
+def verify(target: str, /, *, as_json: Annotated[bool, Parameter(name="--json", negative="")] = False) -> int:
+    """Read every byte of a checkpoint, or of all in a folder, against the manifests. Exit 1 if any is not valid.
+
+    Example: reprieve verify checkpoints/checkpoint-500
+
+    Parameters
+    ----------
+    target
+        A checkpoint, or a folder of them.
+    as_json
+        Print JSON.
+    """
+    found = checkpoints_at(target)
+    if not found:
+        talk.print(f"no checkpoints in {target}")
+    results = [_verify_one(one) for one in found]
+    if as_json:
+        print_json(results)
+    for result in results if not as_json else ():
+        if result["problem"] is None:
+            speed = f"{result['bytes'] / max(result['seconds'], 1e-9) / 1e9:.2f} GB/s"
+            data.print(f"{result['path']}: [green]valid[/] ({result['bytes']:,} bytes, {speed})", highlight=False)
+        else:
+            data.print(f"{result['path']}: [red]not valid[/]: {result['problem']}", highlight=False)
+    return 0 if all(result["problem"] is None for result in results) else 1
+
+
+def _verify_one(one: Found) -> dict[str, Any]:
+    from reprieve.checkpoint.blocks import BlockPool
+    from reprieve.checkpoint.retention import reading
+    from reprieve.checkpoint.verify import verify as verify_checkpoint
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    problem = one.problem
+    start = time.monotonic()
+    if problem is None:
+        with reading(one.path), Progress(*columns, console=talk, transient=True) as bar:
+            task = bar.add_task(one.path.name, total=one.bytes)
+            try:
+                verify_checkpoint(one.path, BlockPool(), progress=lambda count: bar.advance(task, count))
+            except InvalidCheckpoint as error:
+                problem = error.reason
+    seconds = time.monotonic() - start
+    return {"path": str(one.path), "step": one.step, "bytes": one.bytes, "seconds": seconds, "problem": problem}

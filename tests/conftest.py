@@ -1,0 +1,36 @@
+"""What every test may count on: no network, random numbers that are the same each time, one profile for Hypothesis."""
+
+from __future__ import annotations
+
+import os
+import random
+
+# Before transformers is imported by anybody: no test looks for a network.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+SOAK = os.environ.get("REPRIEVE_SOAK") == "1"
+"""The long versions of the randomised tests."""
+
+# A slow disk is no finding: what an example may take is bounded by the test's own timeout.
+settings.register_profile("default", deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
+settings.register_profile("soak", settings.get_profile("default"), max_examples=3000)
+settings.load_profile("soak" if SOAK else "default")
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def soak() -> None:
+    """For tests that only the soak run has time for."""
+    if not SOAK:
+        pytest.skip("a long one: set REPRIEVE_SOAK=1")
