@@ -61,6 +61,9 @@ class NothingToResume(CheckpointError):
 class StorageError(ReprieveError, OSError):
     """The storage refused an operation."""
 
+    def __str__(self) -> str:
+        return self.strerror or super().__str__()
+
 
 class StorageFull(StorageError):
     """Not enough room for a checkpoint."""

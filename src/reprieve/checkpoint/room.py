@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from reprieve.checkpoint.blocks import BLOCK_BYTES, RING_BLOCKS, BlockPool
+from reprieve.checkpoint.blocks import BLOCK_BYTES, BlockPool
 from reprieve.checkpoint.memory import available_bytes
 from reprieve.checkpoint.plan import Plan
 from reprieve.checkpoint.retention import Retention
@@ -66,7 +66,7 @@ class StagingRoom:
 
     def prepare(self, plan: Plan, *, wait: bool = False) -> bool:
         """Start making room for the plan. False if there is no memory for it, which is said once."""
-        target = max(plan.blocks, RING_BLOCKS)
+        target = plan.blocks
         more = (target - self._pool.made) * BLOCK_BYTES
         if more > 0 and (self._growing is None or not self._growing.is_alive()):
             room = int(available_bytes() * (1 - _MEMORY_MARGIN))

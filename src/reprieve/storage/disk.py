@@ -173,6 +173,8 @@ def free_bytes(folder: Path) -> int:
 
 def explain(error: OSError, folder: Path, *, needed: int | None = None) -> NoReturn:
     """Raise what the user should read in place of a bare OSError."""
+    if isinstance(error, StorageError):
+        raise error
     if error.errno in _NO_ROOM:
         try:
             free = format_size(free_bytes(folder))
@@ -182,8 +184,6 @@ def explain(error: OSError, folder: Path, *, needed: int | None = None) -> NoRet
         raise StorageFull(
             error.errno, f"no room for a checkpoint in {folder}: {need}{free} free. Free some space or lower `keep`"
         ) from error
-    if isinstance(error, StorageError):
-        raise error
     hint = {
         errno.EROFS: "the file system is mounted read-only",
         errno.EACCES: "no permission",
