@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import IO
 
 from reprieve.checkpoint.checksum import crc32
-from reprieve.checkpoint.pickle_scan import Global, PickleScan, scan_pickle
-from reprieve.checkpoint.structure import FileReader
+from reprieve.checkpoint.foreign.files import FileReader
+from reprieve.checkpoint.foreign.pickle_scan import Global, PickleScan, scan_pickle
 from reprieve.errors import InvalidCheckpoint
 
 ZIP_MAGIC = b"PK\x03\x04"

@@ -11,9 +11,9 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from reprieve.checkpoint.pickle_scan import scan_pickle
-from reprieve.checkpoint.structure import FileReader
-from reprieve.checkpoint.torch_structure import check_archive
+from reprieve.checkpoint.foreign.files import FileReader
+from reprieve.checkpoint.foreign.pickle_scan import scan_pickle
+from reprieve.checkpoint.foreign.torch_zip import check_archive
 from reprieve.errors import InvalidCheckpoint
 
 _METADATA_GLOBALS = re.compile(

@@ -2,7 +2,7 @@
 
 Stock transformers, `torch.save`, safetensors and DCP leave no record of what they wrote: such a folder counts as valid
 only after every file in it was opened and read, and is what its format says it is. Here are the rules for the folder;
-`structure`, `torch_structure` and `dcp_structure` check one file. Nothing is unpickled, not even with weights_only.
+`files`, `torch_zip` and `dcp` check one file. Nothing is unpickled, not even with weights_only.
 
 What this cannot see, because the formats hold nothing to compare with: changed bits in safetensors data, in torch
 files written with CRCs switched off, in texts, and JSON that changed into other JSON.
@@ -15,20 +15,17 @@ import stat
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from reprieve.checkpoint.dcp_structure import Region, check_dcp_metadata, check_distcp
-from reprieve.checkpoint.structure import FileReader, check_safetensors, parse_json
-from reprieve.checkpoint.torch_structure import (
+from reprieve.checkpoint.foreign.dcp import Region, check_dcp_metadata, check_distcp
+from reprieve.checkpoint.foreign.files import FileReader, check_safetensors, parse_json
+from reprieve.checkpoint.foreign.torch_zip import (
     NUMPY_RNG_GLOBALS,
     ZIP_MAGIC,
     check_other_zip,
     check_torch_file,
-    unsafe_globals,
 )
+from reprieve.checkpoint.manifest import SENTINEL
 from reprieve.errors import InvalidCheckpoint
 
-__all__ = ["check_foreign", "unsafe_globals"]
-
-_SENTINEL = "checkpoint-is-incomplete.txt"
 _TORCH_SUFFIXES = {".pt", ".pth", ".bin", ".ckpt"}
 _INDEX_SUFFIXES = (".safetensors.index.json", ".bin.index.json")
 _SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-\d{5}(?P<suffix>\.safetensors|\.bin)")
@@ -77,7 +74,7 @@ class _Check:
         if not self.files:
             raise InvalidCheckpoint("an empty folder")
         for name in self.files:
-            if _base(name) == _SENTINEL:
+            if _base(name) == SENTINEL:
                 raise InvalidCheckpoint(f"a save that never finished: {name} is still there")
         if "trainer_state.json" in self.files:
             _check_trainer_files(self.files)

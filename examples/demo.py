@@ -1,0 +1,117 @@
+"""`make demo`: a training run is killed while it saves, its newest checkpoint loses a bit, and it starts again.
+
+Three processes of `examples.training`: one undisturbed, one that is killed with SIGKILL while it saves, and one that
+goes on after it. What each found, and whether all losses are equal, ends up in a table.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from reprieve.checkpoint.survey import survey
+
+STEPS, EVERY, KILL_AT = 60, 10, 40
+TIME_LIMIT_S = 120
+console = Console()
+
+
+def main() -> int:
+    folder = Path(tempfile.mkdtemp(prefix="reprieve-demo-"))
+    try:
+        return demo(folder)
+    finally:
+        shutil.rmtree(folder)
+
+
+def demo(folder: Path) -> int:
+    checkpoints = folder / "checkpoints"
+
+    with console.status("training, undisturbed"):
+        start("undisturbed", folder).wait(TIME_LIMIT_S)
+    with console.status(f"training, killed while it saves step {KILL_AT}"):
+        killed = start("disturbed", folder, checkpoints)
+        kill_in_save(killed, checkpoints / f".checkpoint-{KILL_AT}.saving")
+    damaged = flip_a_bit(checkpoints / f"checkpoint-{KILL_AT - EVERY}" / "model.safetensors")
+
+    found = Table(title="On disk after the kill", title_justify="left")
+    for heading in ("name", "what it is"):
+        found.add_column(heading)
+    for path in sorted(checkpoints.glob(".checkpoint-*")):
+        found.add_row(path.name, "the save that was cut short")
+    for one in survey(checkpoints):
+        note = "one bit flipped by this demo" if one.path == damaged.parent else "whole"
+        found.add_row(one.path.name, note)
+    console.print(found)
+
+    with console.status("training, started again"):
+        again = start("disturbed", folder, checkpoints)
+        again.wait(TIME_LIMIT_S)
+
+    said = Table(title="What the next start said", title_justify="left", show_header=False)
+    for line in (folder / "disturbed.log").read_text().splitlines():
+        if (
+            line.startswith(("removed .", "removed /", "passed over", "set aside", "resumed"))
+            and "no longer" not in line
+        ):
+            said.add_row(line.replace(f"{checkpoints}/", ""))
+    console.print(said)
+
+    expected, steps = dict(losses(folder / "undisturbed.jsonl")), losses(folder / "disturbed.jsonl")
+    # Steps after the checkpoint it went on from ran twice; the second time must give the same.
+    equal = sum(expected[number] == loss for number, loss in steps)
+    repeated = len(steps) - STEPS
+    result = Table(title="Losses against the undisturbed run", title_justify="left")
+    for heading in ("steps run", "of which again", "equal bit for bit", "exit codes"):
+        result.add_column(heading, justify="right")
+    result.add_row(
+        str(len(steps)), str(repeated), f"{equal} of {len(steps)}", f"{killed.returncode}, {again.returncode}"
+    )
+    console.print(result)
+    good = equal == len(steps) and len(steps) >= STEPS and again.returncode == 0
+    console.print("[green]nothing lost[/]" if good else "[red]NOT as it should be[/]")
+    return 0 if good else 1
+
+
+def start(name: str, folder: Path, checkpoints: Path | None = None) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "examples.training", str(folder / f"{name}.jsonl"), "--steps", str(STEPS)]
+    if checkpoints is not None:
+        command += ["--checkpoints", str(checkpoints), "--every", str(EVERY)]
+    with (folder / f"{name}.log").open("a") as log:
+        return subprocess.Popen(command, stderr=log)
+
+
+def kill_in_save(process: subprocess.Popen[bytes], saving: Path) -> None:
+    deadline = time.monotonic() + TIME_LIMIT_S
+    while not (saving / "optimizer.pt").exists():
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise SystemExit(f"the training run ended before {saving.name} appeared")
+        time.sleep(0.0005)
+    process.kill()
+    process.wait()
+
+
+def flip_a_bit(path: Path) -> Path:
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        (byte,) = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1]))
+    return path
+
+
+def losses(path: Path) -> list[tuple[int, float]]:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [(row["step"], row["loss"]) for row in rows]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
