@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import threading
+import weakref
 from collections.abc import Callable
 
 BLOCK_BYTES = 16 * 2**20
@@ -25,7 +27,7 @@ RING_BLOCKS = 8
 class Block:
     """`BLOCK_BYTES` of page-aligned host memory."""
 
-    __slots__ = ("_memory", "address", "pinned", "view")
+    __slots__ = ("__weakref__", "_memory", "address", "pinned", "view")
 
     def __init__(self, *, pinned: bool, touch: bool = False) -> None:
         self._memory = mmap.mmap(-1, BLOCK_BYTES)
@@ -36,6 +38,9 @@ class Block:
         if touch:  # the kernel gives memory at its first use: before it is needed, or while somebody waits
             ctypes.memset(self.address, 0, BLOCK_BYTES)
         self.pinned = pinned and _pin(self.address)
+        if self.pinned:
+            # Before the memory goes back: the driver would refuse a later mapping that lands on the same address.
+            weakref.finalize(self, _unpin, self.address, self._memory, os.getpid()).atexit = False
 
 
 class BlockPool:
@@ -111,3 +116,10 @@ def _pin(address: int) -> bool:
     import torch
 
     return int(torch.cuda.cudart().cudaHostRegister(address, BLOCK_BYTES, 0)) == 0
+
+
+def _unpin(address: int, _memory: mmap.mmap, pid: int) -> None:
+    import torch
+
+    if os.getpid() == pid:  # not in a forked child, which has the memory but not the driver
+        torch.cuda.cudart().cudaHostUnregister(address)

@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import platform
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -144,6 +145,8 @@ class Checkpointer:
         self._staging = StagingRoom(self._pool)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reprieve-save")
         self._background: list[Future[None]] = []
+        self._writing: Future[None] | None = None
+        self._hurry = threading.Event()
         self._verified: Path | None = None
         self._checked_populated = False
 
@@ -191,11 +194,12 @@ class Checkpointer:
         if found is not None and found.manifest is not None and found.problem is None:
             log.info("%s is there already and valid: kept", target)
             return Save(step, target, skipped="it is there already, and valid")
-        if self._background:
+        if self._writing is not None and not self._writing.done():
             if background and self._when_busy == "skip":
                 log.warning("the save at step %d is left out: the one before it is still being written", step)
                 return Save(step, target, skipped="another save was still running")
-            self.wait()
+            log.info("the save at step %d waits for the one before it", step)
+            self._writing.result()
         with self._explained():
             return self._save(target, step, epoch, _finite(metrics), values, background, progress)
 
@@ -248,10 +252,14 @@ class Checkpointer:
         if background and self._staging.has_room(the_plan):
             with self._discarding(folder, the_plan):
                 writer.stage()
-            save._done = self._thread.submit(make_durable, writer.finish)
-            self._background.append(save._done)
+            save._done = self._writing = self._thread.submit(make_durable, writer.finish)
+            self._background.append(self._writing)
         else:
-            make_durable(writer.write_through)
+            self._hurry.set()  # the disk is ours alone now
+            try:
+                make_durable(writer.write_through)
+            finally:
+                self._hurry.clear()
         save.blocked = timedelta(seconds=self._clock.monotonic() - start)
         self.schedule.saved(step)
         self._background.append(self._thread.submit(self._retire))
@@ -269,13 +277,19 @@ class Checkpointer:
         newest = next(one for one in here if one.problem is None)
         if newest.path != self._verified:
             try:
-                verify(newest.path, BlockPool(limit=2))
+                verify(newest.path, BlockPool(limit=2), progress=self._stop_in_a_hurry)
+            except _Hurry:
+                return  # the save that interrupted us is followed by another pass
             except InvalidCheckpoint as error:
                 log.error("nothing is removed: the newest checkpoint did not pass when read back: %s", error)
                 return
             self._verified = newest.path
         with self._owner.committing():
             remove_doomed(self._disk, doomed)
+
+    def _stop_in_a_hurry(self, _count: int) -> None:
+        if self._hurry.is_set():
+            raise _Hurry
 
     @contextlib.contextmanager
     def _discarding(self, folder: Path, the_plan: Plan) -> Iterator[None]:
@@ -365,6 +379,10 @@ class Checkpointer:
         path = names.checkpoint(self.root, step)
         with reading(path):
             return verify(path, self._pool, progress=progress)
+
+
+class _Hurry(Exception):
+    """Somebody waits for a save: reading back can wait."""
 
 
 def _finite(metrics: Mapping[str, float] | None) -> dict[str, float]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
@@ -29,11 +30,14 @@ _STRIDE = 2**19
 class Sink(Protocol):
     """Where bytes go."""
 
+    asynchronous: bool
+    """`put` only starts the copy: better a whole block at once, before the block is hashed."""
+
     def put(self, block: Block, at: int, start: int, stop: int) -> None:
         """Take bytes [start, stop) of this sink from `at` in the block."""
 
     def finish(self) -> None:
-        """All that was put since the last call has arrived; the block may be used again."""
+        """All that was put has arrived; the block may be used again."""
 
 
 @dataclass(slots=True)
@@ -101,25 +105,28 @@ class CheckpointFile:
         """Check the block and hand its bytes to the targets, a stride at a time while it is in the cache."""
         base = index * self._reader.block_bytes
         digest = None if verified or self._entry is None else BlockHash()
-        sinks = []
-        at = max(0, bisect_right(self.targets, base, key=lambda target: target.offset) - 1)
+        started = [target.sink for target in self._put(block, base, base, base + length, asynchronous=True)]
         for start in range(base, base + length, _STRIDE):
             stop = min(start + _STRIDE, base + length)
             if digest is not None:
                 digest.update(block.view[start - base : stop - base])
-            while at < len(self.targets) and self.targets[at].offset < stop:
-                target = self.targets[at]
-                first, last = max(start, target.offset), min(stop, target.offset + target.length)
-                if first < last:
-                    target.sink.put(block, first - base, first - target.offset, last - target.offset)
-                    sinks.append(target.sink)
-                if target.offset + target.length > stop:
-                    break
-                at += 1
-        for sink in {type(sink): sink for sink in sinks}.values():
+            for _ in self._put(block, base, start, stop, asynchronous=False):
+                pass
+        for sink in started:
             sink.finish()
         if digest is not None:
             self.check(index, digest.hexdigest())
+
+    def _put(self, block: Block, base: int, start: int, stop: int, *, asynchronous: bool) -> Iterator[Target]:
+        """Hand bytes [start, stop) of the file to the targets of one kind; those that took some."""
+        at = max(0, bisect_right(self.targets, start, key=lambda target: target.offset) - 1)
+        for target in islice(self.targets, at, None):
+            if target.offset >= stop:
+                return
+            first, last = max(start, target.offset), min(stop, target.offset + target.length)
+            if first < last and target.sink.asynchronous == asynchronous:
+                target.sink.put(block, first - base, first - target.offset, last - target.offset)
+                yield target
 
     def check(self, index: int, digest: str) -> None:
         if self._entry is not None and digest != self._entry.blocks[index]:

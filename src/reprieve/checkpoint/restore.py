@@ -13,9 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,18 +22,17 @@ import torch
 
 from reprieve.checkpoint.blocks import BLOCK_BYTES, BlockPool
 from reprieve.checkpoint.manifest import Manifest
+from reprieve.checkpoint.matching import matching_storages, once, structure
 from reprieve.checkpoint.plan import extras_file, tree_file
 from reprieve.checkpoint.reader import CheckpointFile, Reader, Target
 from reprieve.checkpoint.rng import restore_rng
-from reprieve.checkpoint.safetensors_file import DTYPES
+from reprieve.checkpoint.safetensors_load import Place, read_header
 from reprieve.checkpoint.sinks import tensor_sink
 from reprieve.checkpoint.state import RNG, VALUES, State
-from reprieve.checkpoint.torch_load import TorchFile, meta_storage
+from reprieve.checkpoint.torch_load import TorchFile
 from reprieve.errors import InvalidCheckpoint, StateMismatch
 
 log = logging.getLogger("reprieve")
-
-_HEADER_LIMIT = 100_000_000  # safetensors' own
 
 
 def restore(
@@ -140,7 +137,7 @@ class _Restore:
         if loaded or not direct:
             self._apply.append(lambda: _load_module(module, loaded, strict=self._strict and not direct))
 
-    def _saved_tensors(self, name: str) -> tuple[dict[str, _Place], dict[str, str]]:
+    def _saved_tensors(self, name: str) -> tuple[dict[str, Place], dict[str, str]]:
         """Every tensor of a saved module and where it is, and the names that are tied to others."""
         index = f"{name}.safetensors.index.json"
         if self._has(index):
@@ -155,17 +152,17 @@ class _Restore:
             shards = [f"{name}.safetensors"]
         else:
             return self._saved_by_torch(name), {}
-        places: dict[str, _Place] = {}
+        places: dict[str, Place] = {}
         ties: dict[str, str] = {}
         for shard in shards:
             if not self._has(shard):
                 raise InvalidCheckpoint(f"{shard} is missing", path=self._folder)
-            found, metadata = _read_header(self._open(shard))
+            found, metadata = read_header(self._open(shard))
             places.update(found)
             ties.update(metadata)
         return places, {key: other for key, other in ties.items() if other in places}
 
-    def _saved_by_torch(self, name: str) -> dict[str, _Place]:
+    def _saved_by_torch(self, name: str) -> dict[str, Place]:
         """A model that stock code wrote with torch.save."""
         stock = ("pytorch_model.bin",) if name == "model" else ()
         for file_name in (*stock, f"{name}.pt", f"{name}.pth", f"{name}.bin"):
@@ -174,7 +171,7 @@ class _Restore:
         else:
             raise StateMismatch(f"{self._folder} has no {name}.safetensors, and no other file of that name")
         file = TorchFile(self._open(file_name))
-        tree, key_of = _structure(file)
+        tree, key_of = structure(file)
         places = {}
         for key, value in tree.items() if isinstance(tree, Mapping) else ():
             if isinstance(value, torch.Tensor):
@@ -182,7 +179,7 @@ class _Restore:
                     raise StateMismatch(f"{self._folder}: {name}.{key} in {file_name} is not contiguous")
                 start, _ = file.range(f"data/{key_of(value)}")
                 start += int(value.storage_offset()) * value.element_size()
-                places[key] = _Place(file.file, start, value.dtype, value.shape)
+                places[key] = Place(file.file, start, value.dtype, value.shape)
         return places
 
     # Everything else
@@ -212,7 +209,7 @@ class _Restore:
     def _load_tree(self, name: str, live: Any) -> Any:
         """The tree of a torch file, its storages filled by the coming read: live memory where the two match."""
         file = TorchFile(self._open(name))
-        matching = _matching_storages(file, live)
+        matching = matching_storages(file, live)
 
         def storage(key: str, size: int, location: str) -> torch.UntypedStorage:
             target = matching.get(key)
@@ -221,7 +218,7 @@ class _Restore:
             file.read_into(key, target)
             return target
 
-        return file.load(_once(storage))
+        return file.load(once(storage))
 
     def _compare(self, what: str, saved: set[str], live: set[str]) -> None:
         if saved == live:
@@ -235,36 +232,6 @@ class _Restore:
         if self._strict:
             raise StateMismatch(f"{message}. Is it the checkpoint of another model? (strict=False loads what fits)")
         log.warning("%s", message)
-
-
-@dataclass(slots=True)
-class _Place:
-    """Where a tensor's bytes are."""
-
-    file: CheckpointFile
-    start: int
-    dtype: torch.dtype
-    shape: torch.Size
-
-
-def _read_header(file: CheckpointFile) -> tuple[dict[str, _Place], dict[str, str]]:
-    length = int.from_bytes(file.read(0, min(8, file.size)), "little")
-    if not 2 <= length <= min(_HEADER_LIMIT, file.size - 8):
-        raise file.bad("has no safetensors header")
-    base = 8 + length
-    places: dict[str, _Place] = {}
-    try:
-        header = json.loads(file.read(8, base))
-        metadata = header.pop("__metadata__", {})
-        for key, entry in header.items():
-            start, stop = entry["data_offsets"]
-            dtype, shape = DTYPES[entry["dtype"]], torch.Size(entry["shape"])
-            if not 0 <= start <= stop <= file.size - base or stop - start != shape.numel() * dtype.itemsize:
-                raise file.bad(f"has impossible offsets for {key}")
-            places[key] = _Place(file, base + start, dtype, shape)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise file.bad(f"has a header that is not readable: {error!r}") from error
-    return places, metadata
 
 
 def _loads_directly(module: torch.nn.Module, live: Mapping[str, Any]) -> bool:
@@ -291,62 +258,6 @@ def _named_load(name: str, load: Callable[[Any], object], tree: Any) -> None:
         raise StateMismatch(f"{name} does not accept what was saved: {error}") from error
 
 
-def _matching_storages(file: TorchFile, live: Any) -> dict[str, torch.UntypedStorage]:
-    """Live storages that saved ones can be read into: the same place in the tree, the same type, shape and layout."""
-    tensors = dict(_tensors(live))
-    if not tensors:
-        return {}
-    matching: dict[str, torch.UntypedStorage] = {}
-    shared: set[str | None] = set()
-    tree, key_of = _structure(file)
-    for path, saved in _tensors(tree):
-        key = key_of(saved)
-        into = tensors.get(path)
-        if key is None:
-            continue
-        if key in matching or key in shared or into is None or not _same_layout(saved, into):
-            shared.add(key)
-            matching.pop(key, None)
-        else:
-            matching[key] = into.untyped_storage()
-    used = Counter(storage._cdata for storage in matching.values())
-    return {key: storage for key, storage in matching.items() if used[storage._cdata] == 1}
-
-
-def _structure(file: TorchFile) -> tuple[Any, Callable[[torch.Tensor], str | None]]:
-    """The tree with tensors that have no memory, and the key of each tensor's storage."""
-    held: dict[int, tuple[str, torch.UntypedStorage]] = {}
-
-    def storage(key: str, size: int, location: str) -> torch.UntypedStorage:
-        out = meta_storage(key, size, location)
-        held[out._cdata] = (key, out)
-        return out
-
-    tree = file.load(_once(storage))
-    return tree, lambda tensor: held.get(tensor.untyped_storage()._cdata, (None, None))[0]
-
-
-def _same_layout(saved: torch.Tensor, live: torch.Tensor) -> bool:
-    return (
-        type(live) in (torch.Tensor, torch.nn.Parameter)
-        and (saved.dtype, saved.shape, saved.stride()) == (live.dtype, live.shape, live.stride())
-        and saved.storage_offset() == live.storage_offset()
-        and saved.untyped_storage().nbytes() == live.untyped_storage().nbytes()
-        and live.device.type in ("cpu", "cuda")
-    )
-
-
-def _tensors(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
-    if isinstance(tree, torch.Tensor):
-        yield path, tree
-    elif isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from _tensors(value, (*path, key))
-    elif isinstance(tree, list | tuple):
-        for number, value in enumerate(tree):
-            yield from _tensors(value, (*path, number))
-
-
 def _restore_in_place(live: Any, saved: Any) -> None:
     if isinstance(live, torch.Tensor):
         if not isinstance(saved, torch.Tensor) or live.shape != saved.shape or live.dtype != saved.dtype:
@@ -357,18 +268,6 @@ def _restore_in_place(live: Any, saved: Any) -> None:
     else:
         live.clear()
         (live.update if isinstance(live, dict) else live.extend)(saved)
-
-
-def _once(storage: Callable[[str, int, str], torch.UntypedStorage]) -> Callable[[str, int, str], torch.UntypedStorage]:
-    """Tensors that were saved sharing a storage come back sharing it."""
-    seen: dict[str, torch.UntypedStorage] = {}
-
-    def cached(key: str, size: int, location: str) -> torch.UntypedStorage:
-        if key not in seen:
-            seen[key] = storage(key, size, location)
-        return seen[key]
-
-    return cached
 
 
 def _memory_of(value: object) -> tuple[object, ...] | None:

@@ -14,6 +14,7 @@ class HostSink:
     """Memory of a CPU tensor or storage; `owner` keeps it alive."""
 
     __slots__ = ("address", "owner")
+    asynchronous = False
 
     def __init__(self, address: int, owner: object) -> None:
         self.address = address
@@ -30,6 +31,7 @@ class DeviceSink:
     """Memory of a GPU, as a flat uint8 tensor."""
 
     __slots__ = ("flat",)
+    asynchronous = True
 
     def __init__(self, flat: torch.Tensor) -> None:
         self.flat = flat
