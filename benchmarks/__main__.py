@@ -60,7 +60,7 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
         return 1
     ours, close = engine.jobs(folder, state)
     every = [*disk.jobs(folder, state.bytes), *ours, *peers.jobs(folder, state)]
-    memory_names = {f"{peers_prefix(name)}save.extra_mib": name for name in [OURS, *_saving_peers()]}
+    memory_names = {f"{_prefix(name)}save.extra_mib": name for name in [OURS, *_saving_peers()]}
     chosen, memory = _choose(every, list(memory_names), options.only)
     if not chosen and not memory:
         known = sorted({*(job.name for job in every), *memory_names})
@@ -83,7 +83,7 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
     return 0
 
 
-def peers_prefix(name: str) -> str:
+def _prefix(name: str) -> str:
     return "" if name == OURS else f"peers.{name}."
 
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -26,7 +27,7 @@ _steps = count(1)
 class Ours:
     """One Checkpointer in a folder of its own, made when first needed."""
 
-    def __init__(self, folder: Path, parts: Mapping[str, object]) -> None:
+    def __init__(self, folder: Path, parts: Callable[[], Mapping[str, Any]]) -> None:
         self._folder = folder
         self._parts = parts
         self._checkpointer: Checkpointer | None = None
@@ -34,7 +35,7 @@ class Ours:
     @property
     def checkpointer(self) -> Checkpointer:
         if self._checkpointer is None:
-            self._checkpointer = Checkpointer(self._folder, keep=1, **self._parts)
+            self._checkpointer = Checkpointer(self._folder, keep=1, **self._parts())
         return self._checkpointer
 
     def open(self) -> None:
@@ -92,9 +93,18 @@ class Memcpy:
             copy.copy_(tensor)
 
 
+@cache
 def tiny_tensors() -> dict[str, torch.Tensor]:
     values = torch.rand(TINY, 16)
     return {f"layer.{index}.weight": values[index].clone() for index in range(TINY)}
+
+
+@cache
+def tiny_module() -> torch.nn.Module:
+    module = torch.nn.Module()
+    for name, tensor in tiny_tensors().items():
+        module.register_parameter(name.replace(".", "_"), torch.nn.Parameter(tensor, requires_grad=False))
+    return module
 
 
 def jobs(folder: Path, state: TrainingState) -> tuple[list[Job], Callable[[], None]]:
@@ -102,7 +112,7 @@ def jobs(folder: Path, state: TrainingState) -> tuple[list[Job], Callable[[], No
     expected = fingerprint(state.tensors())
     size = state.bytes
     lasting, first, background, restoring = (
-        Ours(folder / name, state.parts()) for name in ("lasting", "first", "background", "restoring")
+        Ours(folder / name, state.parts) for name in ("lasting", "first", "background", "restoring")
     )
     memory = Memcpy(state)
     found = [
@@ -138,24 +148,24 @@ def jobs(folder: Path, state: TrainingState) -> tuple[list[Job], Callable[[], No
 
 def _tiny_jobs(folder: Path) -> tuple[list[Job], Callable[[], None]]:
     """100,000 tensors of 64 bytes: what a save costs beside the bytes. As a dict, and as a module's parameters."""
-    tensors = tiny_tensors()
-    module = torch.nn.Module()
-    for name, tensor in tensors.items():
-        module.register_parameter(name.replace(".", "_"), torch.nn.Parameter(tensor, requires_grad=False))
-    tree = Ours(folder / "tiny", {"tiny": tensors})
-    model = Ours(folder / "tiny-model", {"model": module})
+    tree = Ours(folder / "tiny", lambda: {"tiny": tiny_tensors()})
+    model = Ours(folder / "tiny-model", lambda: {"model": tiny_module()})
     written = folder / "tiny-peer"
 
+    def make_ready() -> None:
+        tiny_tensors()
+        written.mkdir()
+
     def by_torch() -> None:
-        torch.save(tensors, written / "tiny.pt")
+        torch.save(tiny_tensors(), written / "tiny.pt")
         flush(written)
 
     def by_safetensors() -> None:
-        safetensors.torch.save_file(tensors, written / "tiny.safetensors")
+        safetensors.torch.save_file(tiny_tensors(), written / "tiny.safetensors")
         flush(written)
 
     peer_jobs = [
-        Job(f"peers.{name}.save.tiny_100k", run, before=written.mkdir, after=partial(shutil.rmtree, written))
+        Job(f"peers.{name}.save.tiny_100k", run, before=make_ready, after=partial(shutil.rmtree, written))
         for name, run in (("torch", by_torch), ("safetensors", by_safetensors))
     ]
     ours = [

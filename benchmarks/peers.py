@@ -59,7 +59,7 @@ def _safetensors_save(state: TrainingState, folder: Path) -> None:
 
 
 def _copy_safetensors(path: Path, into: dict[str, torch.Tensor]) -> None:
-    with safe_open(path, framework="pt") as file, torch.no_grad():  # type: ignore[no-untyped-call]
+    with safe_open(path, framework="pt") as file, torch.no_grad():
         for name, tensor in into.items():
             tensor.copy_(file.get_tensor(name))
 
@@ -174,7 +174,7 @@ def _make_ready(peer: Peer, state: TrainingState, folder: Path) -> None:
     state.wipe()
 
 
-def check_restored(state: TrainingState, expected: dict[str, tuple[int, int]], name: str) -> None:
+def check_restored(state: TrainingState, expected: dict[str, tuple[int, ...]], name: str) -> None:
     """A load that did not bring every bit has no time."""
     if fingerprint(state.tensors()) != expected:
         raise RuntimeError(f"{name}: what was restored is not what was saved")

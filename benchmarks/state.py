@@ -6,10 +6,13 @@ exp_avg, exp_avg_sq and step, so that every byte is as random as in a real run.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import xxhash
 from torch import nn
 from torch.nn import functional
 
@@ -157,7 +160,7 @@ class TrainingState:
         self.scheduler.step()
         self.optimizer.zero_grad()
 
-    def parts(self) -> dict[str, object]:
+    def parts(self) -> dict[str, Any]:
         """What a Checkpointer takes."""
         return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
 
@@ -182,18 +185,26 @@ def _warm_up(step: int) -> float:
     return min(1.0, (step + 1) / 100)
 
 
-def fingerprint(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
-    """Two sums over the bits of each tensor, one of them weighted by position, computed where the tensor is."""
-    sums = {}
-    for name, tensor in tensors.items():
-        bits = tensor.detach().reshape(-1).view(torch.int32)
-        piece = 2**26 if bits.is_cuda else 2**20
-        plain = torch.zeros((), dtype=torch.int64, device=bits.device)
-        weighted = torch.zeros((), dtype=torch.int64, device=bits.device)
-        places = torch.arange(1, min(piece, bits.numel()) + 1, dtype=torch.int64, device=bits.device)
-        for number, part in enumerate(bits.split(piece), start=1):
-            total = part.sum(dtype=torch.int64)
-            plain += total
-            weighted += (part * places[: part.numel()]).sum() + total * number * piece
-        sums[name] = (plain, weighted)
-    return {name: (int(plain), int(weighted)) for name, (plain, weighted) in sums.items()}
+def fingerprint(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    """What tells any two states apart, computed where each tensor is."""
+    sums = {name: _bit_sums(tensor) if tensor.is_cuda else (_hash(tensor),) for name, tensor in tensors.items()}
+    return {name: tuple(int(number) for number in numbers) for name, numbers in sums.items()}
+
+
+def _hash(tensor: torch.Tensor) -> int:
+    flat = tensor.detach().contiguous()
+    return int(xxhash.xxh3_64_intdigest((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())))
+
+
+def _bit_sums(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two sums over the bits, one of them weighted by position; left on the GPU, so that nothing waits."""
+    bits = tensor.detach().contiguous().reshape(-1).view(torch.int32)
+    piece = 2**26
+    plain = torch.zeros((), dtype=torch.int64, device=bits.device)
+    weighted = torch.zeros_like(plain)
+    places = torch.arange(1, min(piece, bits.numel()) + 1, dtype=torch.int64, device=bits.device)
+    for number, part in enumerate(bits.split(piece)):
+        total = part.sum(dtype=torch.int64)
+        plain += total
+        weighted += (part * places[: part.numel()]).sum() + total * number * piece
+    return plain, weighted

@@ -17,7 +17,10 @@ def parse_duration(text: str | float | timedelta) -> timedelta:
     if isinstance(text, timedelta):
         duration = text
     elif isinstance(text, int | float):
-        duration = timedelta(seconds=text)
+        try:
+            duration = timedelta(seconds=text)
+        except (ValueError, OverflowError):
+            raise ConfigError(f"{text!r} is not a duration: give a finite number of seconds") from None
     else:
         parts = _DURATION.findall(text)
         if not parts or _DURATION.sub("", text).strip():

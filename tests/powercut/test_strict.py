@@ -97,7 +97,7 @@ def a_resume_that_finds_the_newest_damaged(root: Path, disk: Recording) -> Check
             assert (here / "checkpoint-1").is_dir()
         if "resumed" in marks:
             problems = {one.path.name: one.problem for one in survey(here)}
-            assert problems["checkpoint-1"] is None and "7 bytes" in problems["checkpoint-2.corrupt"]
+            assert problems["checkpoint-1"] is None and "7 bytes" in problems["checkpoint-2.set-aside"]
 
     return check
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -19,6 +18,8 @@ from reprieve.checkpoint.layout import FileLayout
 from reprieve.checkpoint.manifest import FileEntry, Manifest
 from reprieve.checkpoint.writer import Writer
 from reprieve.storage.disk import Disk, OpenFile
+
+SOAK = os.environ.get("REPRIEVE_SOAK") == "1"
 
 pool = BlockPool()
 """One for all tests of a process: making blocks takes longer than most tests."""
@@ -47,11 +48,6 @@ class FakeClock:
         self.now += seconds
 
 
-def bug(number: int, what: str) -> pytest.MarkDecorator:
-    """A test that fails because of a bug in src. Strict: the fix has to take the mark away."""
-    return pytest.mark.xfail(strict=True, reason=f"BUG {number}: {what}")
-
-
 def write_layouts(folder: Path, layouts: Sequence[FileLayout]) -> dict[str, FileEntry]:
     return Writer(Disk(), pool, folder, layouts).write_through()
 
@@ -76,8 +72,7 @@ def bits(tensor: torch.Tensor) -> bytes:
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
-    flat = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor).reshape(-1)
-    return bytes(flat.untyped_storage())[: flat.numel() * flat.element_size()]
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor).reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def assert_same(got: Any, want: Any, path: str = "") -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from helpers import bug
 
 from reprieve.checkpoint.memory import available_bytes
 
@@ -66,7 +65,6 @@ def test_this_machine() -> None:
     assert 0 < available_bytes() < 2**50
 
 
-@bug(22, "without a cgroup namespace (Slurm, systemd) the limit is not at the root of /sys/fs/cgroup")
 @pytest.mark.parametrize("limited", ["/system.slice/job_7", "/system.slice/job_7/step_0"])
 def test_v2_limit_of_our_own_group_or_one_above_it(tmp_path: Path, limited: str) -> None:
     files = {"proc/self/cgroup": "0::/system.slice/job_7/step_0\n", **v2("max", 0, at="/system.slice/job_7/step_0")}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import bits, bug, write_layouts
+from helpers import bits, write_layouts
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from test_torch_file import BASE, DTYPES, of_dtype
@@ -106,7 +106,6 @@ def test_overlapping_views_are_each_written(tmp_path: Path) -> None:
     assert {key: value.tolist() for key, value in got.items()} == {key: t.tolist() for key, t in tensors.items()}
 
 
-@bug(2, "a tensor and its lazy conjugate have the same address, and count as tied")
 def test_a_tensor_and_its_conjugate_are_not_tied(tmp_path: Path) -> None:
     number = torch.tensor([1 + 2j])
     got = load_file(written(tmp_path, {"a": number, "b": number.conj()}))
@@ -127,8 +126,7 @@ def test_shards_with_the_stock_index(tmp_path: Path) -> None:
 
 
 def test_a_sharded_model_comes_back(tmp_path: Path) -> None:
-    model, other = nn.Sequential(*[nn.Linear(10, 10) for _ in range(5)]), nn.Sequential(*[nn.Linear(10, 10)] * 0)
-    other = nn.Sequential(*[nn.Linear(10, 10) for _ in range(5)])
+    model, other = (nn.Sequential(*[nn.Linear(10, 10) for _ in range(5)]) for _ in range(2))
     with Checkpointer(tmp_path, model=model, shard_bytes="1kB") as checkpointer:
         path = checkpointer.save(1).path
         assert (path / "model.safetensors.index.json").exists()
@@ -139,7 +137,7 @@ def test_a_sharded_model_comes_back(tmp_path: Path) -> None:
 
 def test_a_meta_tensor_is_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(StateError, match=r"model\.safetensors: 0\.weight is on the meta device"):
-        Checkpointer(tmp_path, model=nn.Sequential(nn.Linear(2, 2, device="meta")))
+        Checkpointer(tmp_path, model=nn.Sequential(nn.Linear(2, 2, bias=False, device="meta")))
 
 
 def test_no_tensors_at_all(tmp_path: Path) -> None:

@@ -10,13 +10,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import operator
 import os
 import platform
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ import torch
 from reprieve._version import __version__
 from reprieve.checkpoint import commit, names, resume
 from reprieve.checkpoint.blocks import BlockPool
+from reprieve.checkpoint.loadable import check_loadable
 from reprieve.checkpoint.manifest import FileEntry, Manifest
 from reprieve.checkpoint.owner import acquire
 from reprieve.checkpoint.plan import SHARD_BYTES, Plan, plan
@@ -34,8 +37,9 @@ from reprieve.checkpoint.retention import Retention, reading, remove_doomed
 from reprieve.checkpoint.room import StagingRoom, check_room
 from reprieve.checkpoint.schedule import Every, Schedule
 from reprieve.checkpoint.state import State
-from reprieve.checkpoint.survey import Found, look_at, survey
+from reprieve.checkpoint.survey import Found, survey
 from reprieve.checkpoint.verify import verify
+from reprieve.checkpoint.workers import Workers
 from reprieve.checkpoint.writer import Writer
 from reprieve.clock import Clock, SystemClock
 from reprieve.config import parse_duration, parse_size
@@ -143,14 +147,15 @@ class Checkpointer:
         self._parent: str | None = None
         self._pool = BlockPool(pinned=torch.cuda.is_available())
         self._staging = StagingRoom(self._pool)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reprieve-save")
+        self._thread = Workers(1, "reprieve-save")
         self._background: list[Future[None]] = []
         self._writing: Future[None] | None = None
         self._hurry = threading.Event()
+        self._saved: set[Path] = set()
         self._verified: Path | None = None
-        self._checked_populated = False
+        self._closed = False
 
-        resume.check_loadable(self._state)
+        first_plan = self._plan()
         with self._explained():
             resume.make_root(self._disk, self.root)
             self._owner = acquire(
@@ -160,8 +165,12 @@ class Checkpointer:
                 wait=parse_duration(take_over_after),
                 clock=self._clock,
             )
-            resume.clean_up(self._disk, self.root, fresh=fresh)
-            check_room(self.root, self._plan(), self.retention, survey(self.root))
+            try:
+                resume.clean_up(self._disk, self.root, fresh=fresh)
+                check_room(self.root, first_plan, self.retention, survey(self.root))
+            except BaseException:
+                self._owner.release()
+                raise
 
     @property
     def run(self) -> str:
@@ -170,7 +179,7 @@ class Checkpointer:
 
     @property
     def attempt(self) -> int:
-        """How often the run was started."""
+        """How often the folder was taken: the fencing number of this process."""
         return self._owner.attempt
 
     # Saving
@@ -186,22 +195,27 @@ class Checkpointer:
         progress: Progress | None = None,
     ) -> Save:
         """Save the state as `checkpoint-<step>`. Durable on return; with `background`, once `wait()` returns."""
+        step = operator.index(step)
         if step < 0:
             raise ConfigError(f"step={step}: steps count from 0")
+        if self._closed:
+            raise ConfigError(f"the checkpointer of {self.root} is closed: make a new one")
         self._raise_background_error()
         target = names.checkpoint(self.root, step)
-        found = look_at(target) if target.exists() else None
-        if found is not None and found.manifest is not None and found.problem is None:
-            log.info("%s is there already and valid: kept", target)
-            return Save(step, target, skipped="it is there already, and valid")
         if self._writing is not None and not self._writing.done():
             if background and self._when_busy == "skip":
                 log.warning("the save at step %d is left out: the one before it is still being written", step)
                 return Save(step, target, skipped="another save was still running")
             log.info("the save at step %d waits for the one before it", step)
-            self._writing.result()
+            self._writing.exception()
+            self._raise_background_error()
         with self._explained():
-            return self._save(target, step, epoch, _finite(metrics), values, background, progress)
+            replacing = self._reason_to_replace(target) if target.exists() else None
+            if target.exists() and replacing is None:
+                log.info("%s is there already and valid: kept", target)
+                return Save(step, target, skipped="it is there already, and valid")
+            details = _Details(step, None if epoch is None else float(epoch), _finite(metrics), values, replacing)
+            return self._save(target, details, background, progress)
 
     def save_if_due(self, step: int, *, epoch_ended: bool = False, **details: Any) -> Save | None:
         """A background save if the schedule says so. Takes what `save` takes."""
@@ -209,50 +223,40 @@ class Checkpointer:
             return None
         return self.save(step, background=True, **details)
 
-    def _save(
-        self,
-        target: Path,
-        step: int,
-        epoch: float | None,
-        metrics: dict[str, float],
-        values: Mapping[str, Any] | None,
-        background: bool,
-        progress: Progress | None,
-    ) -> Save:
+    def _save(self, target: Path, details: _Details, background: bool, progress: Progress | None) -> Save:
         start = self._clock.monotonic()
-        if not self._checked_populated or values:
-            resume.check_loadable(self._state, values)  # by now the optimizer has state of its own
-            self._checked_populated = True
-        the_plan = self._plan(values)
+        the_plan = self._plan(details.values)
         check_room(self.root, the_plan)
         self._owner.check()
 
         def manifest(files: Mapping[str, FileEntry]) -> Manifest:
             return Manifest(
-                step=step,
-                epoch=epoch,
+                step=details.step,
+                epoch=details.epoch,
                 created=datetime.fromtimestamp(self._clock.time(), timezone.utc).isoformat(timespec="seconds"),
                 run=self.run,
                 attempt=self.attempt,
                 parent=self._parent,
                 versions=_versions(),
-                metrics=metrics,
+                metrics=details.metrics,
                 state=self._state.names,
                 files=files,
             )
 
-        folder = commit.begin(self._disk, self.root, step)
+        folder = commit.begin(self._disk, self.root, details.step)
         writer = Writer(self._disk, self._pool, folder, the_plan.files, progress=progress)
 
         def make_durable(write: Callable[[], dict[str, FileEntry]]) -> None:
             with self._discarding(folder, the_plan):
-                commit.commit(self._disk, self.root, folder, manifest(write()), self._owner, replace=True)
+                made = manifest(write())
+                commit.commit(self._disk, self.root, folder, made, self._owner, replacing=details.replacing)
+            self._saved.add(target)
 
-        save = Save(step, target, the_plan.bytes)
+        save = Save(details.step, target, the_plan.bytes)
         if background and self._staging.has_room(the_plan):
             with self._discarding(folder, the_plan):
                 writer.stage()
-            save._done = self._writing = self._thread.submit(make_durable, writer.finish)
+            save._done = self._writing = self._thread.submit(partial(make_durable, writer.finish))
             self._background.append(self._writing)
         else:
             self._hurry.set()  # the disk is ours alone now
@@ -261,30 +265,44 @@ class Checkpointer:
             finally:
                 self._hurry.clear()
         save.blocked = timedelta(seconds=self._clock.monotonic() - start)
-        self.schedule.saved(step)
-        self._background.append(self._thread.submit(self._retire))
+        self.schedule.saved(details.step)
+        self._background.append(self._thread.submit(partial(self._retire, details.step)))
         return save
 
-    def _plan(self, values: Mapping[str, Any] | None = None) -> Plan:
-        return plan(self._state.captured(values, rng=self._rng), shard_bytes=self._shard_bytes)
+    def _reason_to_replace(self, target: Path) -> str | None:
+        """Why what stands at `target` does not count as this save; None if it does."""
+        if target in self._saved:
+            return None
+        try:
+            found = verify(target, self._pool)
+        except InvalidCheckpoint as error:
+            return f"a newer save of the same step replaced it; it was not valid: {error.reason}"
+        if found.manifest is not None and found.manifest.run != self.run:
+            return f"run {self.run!r} saved the same step; this one is of run {found.manifest.run!r}"
+        return None
 
-    def _retire(self) -> None:
+    def _plan(self, values: Mapping[str, Any] | None = None) -> Plan:
+        the_plan = plan(self._state.captured(values, rng=self._rng), shard_bytes=self._shard_bytes)
+        check_loadable(the_plan)
+        return the_plan
+
+    def _retire(self, saved: int) -> None:
         """Remove what retention no longer wants, once the newest has been read back and verified."""
         here = [one for one in survey(self.root) if names.step_of(one.path) is not None]
-        doomed = self.retention.doomed(here)
+        doomed = self.retention.doomed(here, self.run, saved)
         if not doomed:
             return
-        newest = next(one for one in here if one.problem is None)
-        if newest.path != self._verified:
+        newest = names.checkpoint(self.root, saved)
+        if newest != self._verified:
             try:
-                verify(newest.path, BlockPool(limit=2), progress=self._stop_in_a_hurry)
+                verify(newest, BlockPool(limit=2), progress=self._stop_in_a_hurry)
             except _Hurry:
                 return  # the save that interrupted us is followed by another pass
             except InvalidCheckpoint as error:
                 log.error("nothing is removed: the newest checkpoint did not pass when read back: %s", error)
                 return
-            self._verified = newest.path
-        with self._owner.committing():
+            self._verified = newest
+        with self._explained(), self._owner.committing():
             remove_doomed(self._disk, doomed)
 
     def _stop_in_a_hurry(self, _count: int) -> None:
@@ -331,10 +349,13 @@ class Checkpointer:
 
     def close(self) -> None:
         """Finish what is running and give the folder up."""
+        if self._closed:
+            return
+        self._closed = True
         try:
             self.wait()
         finally:
-            self._thread.shutdown(wait=True)
+            self._thread.join()
             self._staging.close()
             self._owner.release()
 
@@ -379,6 +400,17 @@ class Checkpointer:
         path = names.checkpoint(self.root, step)
         with reading(path):
             return verify(path, self._pool, progress=progress)
+
+
+@dataclass(frozen=True, slots=True)
+class _Details:
+    """What a save was asked for with."""
+
+    step: int
+    epoch: float | None
+    metrics: Mapping[str, float]
+    values: Mapping[str, Any] | None
+    replacing: str | None
 
 
 class _Hurry(Exception):

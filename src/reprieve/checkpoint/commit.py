@@ -34,18 +34,19 @@ def begin(disk: Disk, root: Path, step: int) -> Path:
     return folder
 
 
-def commit(disk: Disk, root: Path, folder: Path, manifest: Manifest, owner: Owner, *, replace: bool) -> Path:
-    """Make the save visible; durable on return. With `replace` a `checkpoint-N` that is there already is set aside."""
-    disk.write_file(folder / MANIFEST, manifest.encode())
-    disk.remove(folder / SENTINEL)
-    _check_listing(folder, manifest)
-    disk.flush_folder(folder)
+def commit(disk: Disk, root: Path, folder: Path, manifest: Manifest, owner: Owner, *, replacing: str | None) -> Path:
+    """Make the save visible; durable on return. A `checkpoint-N` that is in the way is set aside, for that reason."""
     target = names.checkpoint(root, manifest.step)
+    # From the first change on: an attempt that was fenced must leave the folder of its successor alone.
     with owner.committing():
+        disk.write_file(folder / MANIFEST, manifest.encode())
+        disk.remove(folder / SENTINEL)
+        _check_listing(folder, manifest)
+        disk.flush_folder(folder)
         if target.exists():
-            if not replace:
-                raise CheckpointError(f"{target} is there already")
-            set_aside(disk, target, "replaced by a newer save of the same step, because it was not valid")
+            if replacing is None:
+                raise CheckpointError(f"{target} appeared while it was being saved: does another program write here?")
+            set_aside(disk, target, replacing)
         disk.rename(folder, target)
         disk.flush_folder(root)
     return target

@@ -69,6 +69,8 @@ class StridedSource:
     _ROWS_BYTES = 2**20
 
     def __init__(self, tensor: torch.Tensor) -> None:
+        while tensor.shape[0] == 1:
+            tensor = tensor[0]  # or its only row would be all of it
         self.tensor = tensor
         self.row_bytes = tensor.nbytes // tensor.shape[0]
         self.rows = max(1, self._ROWS_BYTES // max(1, self.row_bytes))
@@ -122,6 +124,17 @@ class Deferred:
     crc: int = -1
 
 
+@dataclass(frozen=True, slots=True)
+class Pickled:
+    """A pickle with its storages left out."""
+
+    data: bytes
+    storages: list[torch.UntypedStorage]
+    """In the order of their keys."""
+    used: set[object]
+    """The classes and functions that loading it will look up."""
+
+
 @dataclass(slots=True)
 class FileLayout:
     """One file of a checkpoint. Segments are in order of offset, without holes."""
@@ -134,6 +147,9 @@ class FileLayout:
 
     devices: frozenset[torch.device] = frozenset()
     """GPUs that the bytes come from."""
+
+    pickled: Pickled | None = field(default=None, repr=False)
+    """What of it is a pickle, if anything is."""
 
 
 class LayoutBuilder:
@@ -166,8 +182,8 @@ class LayoutBuilder:
         self._segments.append(Deferred(self.size, length, render))
         self.size += length
 
-    def build(self) -> FileLayout:
-        return FileLayout(self.name, self.size, self._segments, self.crcs, frozenset(self._devices))
+    def build(self, pickled: Pickled | None = None) -> FileLayout:
+        return FileLayout(self.name, self.size, self._segments, self.crcs, frozenset(self._devices), pickled)
 
 
 def bytes_layout(name: str, data: bytes) -> FileLayout:

@@ -1,7 +1,7 @@
 """The manifest: the last file written, and what makes a folder a checkpoint.
 
 `reprieve-manifest.json` is `{"manifest": {…}, "xxh3_128": "…"}`, where the checksum is over the canonical JSON of the
-first value (sorted keys, no spaces, UTF-8). It lists every other file of the checkpoint with size and checksums.
+first value (sorted keys, no spaces, ASCII). It lists every other file of the checkpoint with size and checksums.
 docs/format.md describes it for other implementations.
 """
 
@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -91,14 +92,31 @@ class Manifest:
         except (TypeError, AttributeError, KeyError) as error:
             raise InvalidCheckpoint(f"{MANIFEST} has fields that this version does not know: {error}") from error
         manifest._check()
+        if manifest.encode() != data:
+            raise InvalidCheckpoint(f"{MANIFEST} is not written as it should be: its bytes were changed")
         return manifest
 
     def _check(self) -> None:
-        if type(self.step) is not int or self.step < 0 or type(self.block_bytes) is not int or self.block_bytes < 1:
-            raise InvalidCheckpoint(f"{MANIFEST} has no sensible step or block size")
+        for name, good in {
+            "step": type(self.step) is int and self.step >= 0,
+            "epoch": self.epoch is None or type(self.epoch) in (int, float),
+            "created": _is_moment(self.created),
+            "run": isinstance(self.run, str),
+            "attempt": type(self.attempt) is int,
+            "parent": self.parent is None or isinstance(self.parent, str),
+            "world_size": type(self.world_size) is int,
+            "versions": isinstance(self.versions, dict),
+            "metrics": isinstance(self.metrics, dict)
+            and all(type(value) in (int, float) for value in self.metrics.values()),
+            "block_bytes": type(self.block_bytes) is int and self.block_bytes >= 1,
+            "state": isinstance(self.state, list | tuple) and all(isinstance(name, str) for name in self.state),
+        }.items():
+            if not good:
+                raise InvalidCheckpoint(f"{MANIFEST} has no sensible {name}")
         for name, entry in self.files.items():
             wanted = -(-entry.bytes // self.block_bytes) if type(entry.bytes) is int and entry.bytes >= 0 else -1
-            if len(entry.blocks) != wanted or not all(_DIGEST.fullmatch(block) for block in entry.blocks):
+            blocks = entry.blocks if isinstance(entry.blocks, list | tuple) else []
+            if len(blocks) != wanted or not all(isinstance(one, str) and _DIGEST.fullmatch(one) for one in blocks):
                 raise InvalidCheckpoint(f"{MANIFEST} does not have a checksum for each block of {name}")
             if entry.xxh3_128 != file_digest(entry.blocks):
                 raise InvalidCheckpoint(f"{MANIFEST}: the checksum of {name} does not match those of its blocks")
@@ -124,6 +142,13 @@ def _checked_name(name: str) -> str:
     if not name or path.is_absolute() or str(path) != name or ".." in path.parts or "\\" in name or "\0" in name:
         raise InvalidCheckpoint(f"{MANIFEST} names a file outside of the checkpoint: {name!r}")
     return name
+
+
+def _is_moment(text: object) -> bool:
+    try:
+        return isinstance(text, str) and datetime.fromisoformat(text).tzinfo is not None
+    except ValueError:
+        return False
 
 
 def _canonical(body: Any) -> bytes:

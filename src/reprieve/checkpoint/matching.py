@@ -1,30 +1,31 @@
 """Which saved storages can be read straight into live memory: a saved tree beside a live one.
 
-A pickled tree is loaded twice: first with storages that have no memory, to learn its structure and find the live tensors
-that match it, then with the storages that the bytes are read into.
+A pickled tree is loaded twice: first with storages that have no memory, to learn its structure and find the live
+tensors that match it, then with the storages that the bytes are read into.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from reprieve.checkpoint.torch_file import tensors_in
 from reprieve.checkpoint.torch_load import Storages, TorchFile, meta_storage
 
 
 def matching_storages(file: TorchFile, live: Any) -> dict[str, torch.UntypedStorage]:
     """Live storages that saved ones can be read into: the same place in the tree, the same type, shape and layout."""
-    tensors = dict(_tensors(live))
+    tensors = dict(tensors_in(live))
     if not tensors:
         return {}
     matching: dict[str, torch.UntypedStorage] = {}
     shared: set[str | None] = set()
-    tree, key_of = structure(file)
-    for path, saved in _tensors(tree):
-        key = key_of(saved)
+    tree, key_of = _structure(file)
+    for path, saved in tensors_in(tree):
+        key = key_of(saved) if saved.layout is torch.strided else None
         into = tensors.get(path)
         if key is None:
             continue
@@ -37,7 +38,7 @@ def matching_storages(file: TorchFile, live: Any) -> dict[str, torch.UntypedStor
     return {key: storage for key, storage in matching.items() if used[storage._cdata] == 1}
 
 
-def structure(file: TorchFile) -> tuple[Any, Callable[[torch.Tensor], str | None]]:
+def _structure(file: TorchFile) -> tuple[Any, Callable[[torch.Tensor], str | None]]:
     """The tree with tensors that have no memory, and the key of each tensor's storage."""
     held: dict[int, tuple[str, torch.UntypedStorage]] = {}
 
@@ -53,22 +54,14 @@ def structure(file: TorchFile) -> tuple[Any, Callable[[torch.Tensor], str | None
 def _same_layout(saved: torch.Tensor, live: torch.Tensor) -> bool:
     return (
         type(live) in (torch.Tensor, torch.nn.Parameter)
+        and live.layout is torch.strided
+        and not live.is_conj()
+        and not live.is_neg()
         and (saved.dtype, saved.shape, saved.stride()) == (live.dtype, live.shape, live.stride())
         and saved.storage_offset() == live.storage_offset()
         and saved.untyped_storage().nbytes() == live.untyped_storage().nbytes()
         and live.device.type in ("cpu", "cuda")
     )
-
-
-def _tensors(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
-    if isinstance(tree, torch.Tensor):
-        yield path, tree
-    elif isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from _tensors(value, (*path, key))
-    elif isinstance(tree, list | tuple):
-        for number, value in enumerate(tree):
-            yield from _tensors(value, (*path, number))
 
 
 def once(storage: Storages) -> Storages:

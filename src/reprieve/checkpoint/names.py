@@ -1,7 +1,7 @@
 """The names in a checkpoint folder: what is visible is whole, what is hidden is on its way in or out.
 
 checkpoint-12               a checkpoint
-checkpoint-12.corrupt       was one, found to be bad and set aside for a person
+checkpoint-12.set-aside     was in the way or found to be bad, and is kept for a person
 .checkpoint-12.saving       being written
 .checkpoint-12.deleting     being removed
 .reprieve/                  who owns the folder
@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-_ASIDE = re.compile(r"checkpoint-(\d+)\.corrupt(?:-\d+)?")
+_ASIDE = re.compile(r"checkpoint-(\d+)\.set-aside(?:-\d+)?")
 _LEFTOVER = re.compile(r"\.checkpoint-\d+\.(?:saving|deleting)")
 
 OWNER_FOLDER = ".reprieve"
@@ -33,10 +33,10 @@ def deleting(path: Path) -> Path:
 
 def aside(path: Path) -> Path:
     """A name that is not taken, to set `path` aside under."""
-    number, target = 1, path.with_name(f"{path.name}.corrupt")
+    number, target = 1, path.with_name(f"{path.name}.set-aside")
     while target.exists():
         number += 1
-        target = path.with_name(f"{path.name}.corrupt-{number}")
+        target = path.with_name(f"{path.name}.set-aside-{number}")
     return target
 
 

@@ -139,20 +139,22 @@ def acquire(disk: Disk, root: Path, run: str | None, *, wait: timedelta, clock: 
     while True:
         lock = _try_lock(folder / "owner.lock")
         record = read_record(folder)
-        if record is None or record.released or not _alive(folder, record, lock, clock):
+        if lock is not None and (record is None or record.released or not _alive(folder, record, clock)):
             return _take_over(disk, folder, record, run, lock, clock)
         if lock is not None:
             _unlock(lock)
-        if run is None or record.run != run:
+        if record is not None and (run is None or record.run != run):
             raise FolderInUse(
                 f"{root} is in use by {record}. Use another folder, stop that run first, or, if this is the same "
                 f"run, start it with run={record.run!r}"
             )
         if clock.monotonic() >= give_up:
+            if record is None:
+                raise FolderInUse(f"{root} is being taken by another process, which does not say who it is")
             log.warning("%s did not end within %s: taking over from it", record, wait)
             return _take_over(disk, folder, record, run, None, clock)
         if not told:
-            log.warning("%s still uses %s: waiting up to %s for it to end", record, root, wait)
+            log.warning("%s still uses %s: waiting up to %s for it to end", record or "somebody", root, wait)
             told = True
         clock.sleep(_POLL_S)
 
@@ -192,13 +194,10 @@ def _take_over(
     return Owner(disk, folder, record, lock)
 
 
-def _alive(folder: Path, record: OwnerRecord, lock: int | None, clock: Clock) -> bool:
-    if lock is None:
-        return True
-    if record.boot == _boot_id():
-        return False  # its lock was free, and locks on one machine are never wrong
-    if record.host == socket.gethostname():
-        return False  # this machine was rebooted since
+def _alive(folder: Path, record: OwnerRecord, clock: Clock) -> bool:
+    """Does the owner live, although its lock is free? Its machine may be another one, which our lock does not reach."""
+    if record.boot == _boot_id() and folder not in _without_locks:
+        return False  # locks on one machine are never wrong
     log.info("%s may still be alive: watching its heartbeat for %s", record, _SILENCE)
     seen = _heartbeat(folder)
     end = clock.monotonic() + _SILENCE.total_seconds()
@@ -225,6 +224,10 @@ _locks: set[int] = set()
 """Locks that this process has open. A forked child (a DataLoader worker) must not keep them alive after us."""
 
 
+_without_locks: set[Path] = set()
+"""Folders on file systems that refuse locks."""
+
+
 def _forget_in_child() -> None:
     for fd in _locks:
         with contextlib.suppress(OSError):
@@ -233,13 +236,18 @@ def _forget_in_child() -> None:
 
 
 def _try_lock(path: Path) -> int | None:
+    """The lock, or None if somebody has it."""
     _close_locks_in_children()
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         os.close(fd)
         return None
+    except OSError as error:  # Lustre without -o flock, NFS without a lock daemon
+        if path.parent not in _without_locks:
+            log.warning("%s takes no locks (%s): heartbeats alone tell who owns it", path.parent, error.strerror)
+        _without_locks.add(path.parent)
     _locks.add(fd)
     return fd
 

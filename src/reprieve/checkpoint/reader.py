@@ -11,8 +11,8 @@ import os
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Protocol
@@ -20,6 +20,7 @@ from typing import Protocol
 from reprieve.checkpoint.blocks import BLOCK_BYTES, RING_BLOCKS, Block, BlockPool
 from reprieve.checkpoint.checksum import BlockHash
 from reprieve.checkpoint.manifest import FileEntry
+from reprieve.checkpoint.workers import Workers
 from reprieve.errors import InvalidCheckpoint
 from reprieve.storage.disk import PAGE, OpenFile, open_for_reading, read_into
 
@@ -223,9 +224,12 @@ class Reader:
             file.targets.sort(key=lambda target: target.offset)
         # Kept blocks first: that frees them for the others.
         work = sorted(self._work(), key=lambda item: (item[0].name, item[1]) not in self._kept)
-        with ThreadPoolExecutor(READERS, thread_name_prefix="reprieve-read") as threads:
-            for done in [threads.submit(one, item) for item in work]:
+        threads = Workers(READERS, "reprieve-read")
+        try:
+            for done in [threads.submit(partial(one, item)) for item in work]:
                 done.result()
+        finally:
+            threads.join()
 
     def _work(self) -> Iterable[tuple[CheckpointFile, int]]:
         for file in sorted(self._files.values(), key=lambda file: -file.size):

@@ -21,16 +21,17 @@ from typing import Any
 import torch
 
 from reprieve.checkpoint.blocks import BLOCK_BYTES, BlockPool
+from reprieve.checkpoint.garbage import collection_paused
 from reprieve.checkpoint.manifest import Manifest
-from reprieve.checkpoint.matching import matching_storages, once, structure
+from reprieve.checkpoint.matching import matching_storages, once
 from reprieve.checkpoint.plan import extras_file, tree_file
 from reprieve.checkpoint.reader import CheckpointFile, Reader, Target
-from reprieve.checkpoint.rng import restore_rng
+from reprieve.checkpoint.rng import check_rng, restore_rng
 from reprieve.checkpoint.safetensors_load import Place, read_header
 from reprieve.checkpoint.sinks import tensor_sink
 from reprieve.checkpoint.state import RNG, VALUES, State
 from reprieve.checkpoint.torch_load import TorchFile
-from reprieve.errors import InvalidCheckpoint, StateMismatch
+from reprieve.errors import InvalidCheckpoint, StateError, StateMismatch
 
 log = logging.getLogger("reprieve")
 
@@ -48,7 +49,8 @@ def restore(
     """Fill the state from `folder`; returns the plain values that were saved with it."""
     with Reader(folder, pool, block_bytes=manifest.block_bytes if manifest else BLOCK_BYTES) as reader:
         job = _Restore(folder, manifest, state, reader, strict, rng)
-        job.prepare()
+        with collection_paused():
+            job.prepare()
         reader.run(progress=progress)
         return job.apply()
 
@@ -79,7 +81,7 @@ class _Restore:
             self._prepare_tree(name, obj, partial(_restore_in_place, obj))
         if self._has(tree_file(VALUES)):
             self._prepare_tree(VALUES, {}, self._values.update)
-        if self._rng:
+        if self._rng or self._state.generators:
             self._prepare_rng()
 
     def apply(self) -> dict[str, Any]:
@@ -99,43 +101,67 @@ class _Restore:
 
     def _prepare_module(self, name: str, module: torch.nn.Module) -> None:
         live: dict[str, Any] = module.state_dict()
-        saved, ties = self._saved_tensors(name)
-        extras = self._load_tree(extras_file(name), {}) if self._has(extras_file(name)) else {}
-        known = set(saved) | set(ties) | set(extras)
+        saved: dict[str, Place] = {}
+        ties: dict[str, str] = {}
+        stock = self._stock_torch_file(name)
+        if stock is not None:
+            others = dict(self._load_tree(stock, {}))
+        elif self._has_safetensors(name):
+            saved, ties = self._saved_tensors(name)
+            others = self._load_tree(extras_file(name), {}) if self._has(extras_file(name)) else {}
+        else:
+            self._not_there(name, f"{name}.safetensors")
+            return
+        known = set(saved) | {key for key in ties if key in live} | set(others)
         # A tied weight that the writer left out without saying so (transformers does) is there under its other name.
         memory = {_memory_of(value): key for key, value in live.items() if key in saved}
         for key in set(live) - known:
             other = memory.get(_memory_of(live[key]))
-            if other is not None:
+            if other is not None and _memory_of(live[key]) is not None:
                 ties[key] = other
                 known.add(key)
         self._compare(name, known, set(live))
         direct = _loads_directly(module, live)
-        loaded: dict[str, Any] = {key: value for key, value in extras.items() if key in live}
+        loaded: dict[str, Any] = {key: value for key, value in others.items() if key in live}
+        for key, value in loaded.items():
+            if isinstance(value, torch.Tensor):
+                self._check_fits(f"{name}.{key}", value, live[key])
+        read: dict[int, torch.Tensor] = {}
         for key, value in live.items():
             place = saved.get(ties.get(key, key))
-            if place is None:
+            if place is None or key in loaded:
                 continue
-            if not isinstance(value, torch.Tensor) or (value.dtype, value.shape) != (place.dtype, place.shape):
-                raise StateMismatch(
-                    f"{self._folder}: {name}.{key} was saved as {place.dtype} {tuple(place.shape)}, "
-                    f"this run has {_describe(value)}: is it another model?"
-                )
-            if direct and key in ties and _memory_of(value) == _memory_of(live.get(ties[key])):
-                continue
-            target = (
-                value.detach()
-                if direct and value.is_contiguous()
-                else torch.empty_like(value, memory_format=torch.contiguous_format)
-            )
-            if value.nbytes:
-                place.file.targets.append(Target(place.start, value.nbytes, tensor_sink(target)))
+            self._check_fits(f"{name}.{key}", place, value)
+            if direct and torch._debug_has_internal_overlap(value) == 1:
+                raise StateError(f"{name}.{key} cannot be restored: several of its elements are the same memory")
+            target = read.get(id(place))
+            if target is None:
+                target = read[id(place)] = value.detach() if direct and _is_simple(value) else _empty_like(value)
+                if value.nbytes:
+                    place.file.targets.append(Target(place.start, value.nbytes, tensor_sink(target)))
             if not direct:
                 loaded[key] = target
-            elif target.data_ptr() != value.data_ptr():
+            elif target.data_ptr() != value.data_ptr() or not _is_simple(value):
                 self._apply.append(partial(value.detach().copy_, target))
         if loaded or not direct:
             self._apply.append(lambda: _load_module(module, loaded, strict=self._strict and not direct))
+
+    def _check_fits(self, name: str, saved: Place | torch.Tensor, live: Any) -> None:
+        if not isinstance(live, torch.Tensor) or (live.dtype, live.shape) != (saved.dtype, saved.shape):
+            raise StateMismatch(
+                f"{self._folder}: {name} was saved as {saved.dtype} {tuple(saved.shape)}, "
+                f"this run has {_describe(live)}: is it another model?"
+            )
+
+    def _has_safetensors(self, name: str) -> bool:
+        return self._has(f"{name}.safetensors") or self._has(f"{name}.safetensors.index.json")
+
+    def _stock_torch_file(self, name: str) -> str | None:
+        """A model that stock code wrote with torch.save."""
+        if self._has_safetensors(name):
+            return None
+        stock = ("pytorch_model.bin",) if name == "model" else ()
+        return next((file for file in (*stock, f"{name}.pt", f"{name}.pth", f"{name}.bin") if self._has(file)), None)
 
     def _saved_tensors(self, name: str) -> tuple[dict[str, Place], dict[str, str]]:
         """Every tensor of a saved module and where it is, and the names that are tied to others."""
@@ -148,10 +174,8 @@ class _Restore:
                 raise InvalidCheckpoint(f"{index} is not readable: {error!r}", path=self._folder) from error
             if any(not isinstance(shard, str) or "/" in shard or shard.startswith(".") for shard in shards):
                 raise InvalidCheckpoint(f"{index} names a file outside of the checkpoint", path=self._folder)
-        elif self._has(f"{name}.safetensors"):
-            shards = [f"{name}.safetensors"]
         else:
-            return self._saved_by_torch(name), {}
+            shards = [f"{name}.safetensors"]
         places: dict[str, Place] = {}
         ties: dict[str, str] = {}
         for shard in shards:
@@ -160,49 +184,34 @@ class _Restore:
             found, metadata = read_header(self._open(shard))
             places.update(found)
             ties.update(metadata)
-        return places, {key: other for key, other in ties.items() if other in places}
-
-    def _saved_by_torch(self, name: str) -> dict[str, Place]:
-        """A model that stock code wrote with torch.save."""
-        stock = ("pytorch_model.bin",) if name == "model" else ()
-        for file_name in (*stock, f"{name}.pt", f"{name}.pth", f"{name}.bin"):
-            if self._has(file_name):
-                break
-        else:
-            raise StateMismatch(f"{self._folder} has no {name}.safetensors, and no other file of that name")
-        file = TorchFile(self._open(file_name))
-        tree, key_of = structure(file)
-        places = {}
-        for key, value in tree.items() if isinstance(tree, Mapping) else ():
-            if isinstance(value, torch.Tensor):
-                if not value.is_contiguous():
-                    raise StateMismatch(f"{self._folder}: {name}.{key} in {file_name} is not contiguous")
-                start, _ = file.range(f"data/{key_of(value)}")
-                start += int(value.storage_offset()) * value.element_size()
-                places[key] = Place(file.file, start, value.dtype, value.shape)
-        return places
+        return places, {key: other for key, other in ties.items() if other in places and key not in places}
 
     # Everything else
 
     def _prepare_tree(self, name: str, live: Any, load: Callable[[Any], object]) -> None:
         file = tree_file(name)
         if not self._has(file):
-            if self._strict:
-                raise StateMismatch(
-                    f"{self._folder} has no {file}: {name} was not saved with it. Leave {name} out, or restore with "
-                    "strict=False to keep it as it is"
-                )
-            log.warning("%s has no %s: %s stays as it is", self._folder, file, name)
+            self._not_there(name, file)
             return
         tree = self._load_tree(file, live)
+        _check_tree(name, tree, live)
         self._apply.append(lambda: _named_load(name, load, tree))
+
+    def _not_there(self, name: str, file: str) -> None:
+        if self._strict:
+            raise StateMismatch(
+                f"{self._folder} has no {file}: {name} was not saved with it. Leave {name} out, or restore with "
+                "strict=False to keep it as it is"
+            )
+        log.warning("%s has no %s: %s stays as it is", self._folder, file, name)
 
     def _prepare_rng(self) -> None:
         file = tree_file(RNG)
         if self._has(file):
             with _numpy_allowed():
                 saved = self._load_tree(file, {})
-            self._apply.append(lambda: restore_rng(saved, self._state.generators))
+            check_rng(saved, self._state.generators, everything=self._rng)
+            self._apply.append(lambda: restore_rng(saved, self._state.generators, everything=self._rng))
         else:
             log.warning("%s has no %s: random numbers will not continue where they were", self._folder, file)
 
@@ -240,6 +249,10 @@ def _loads_directly(module: torch.nn.Module, live: Mapping[str, Any]) -> bool:
         return False
     if any(part._load_state_dict_pre_hooks or part._load_state_dict_post_hooks for part in module.modules()):
         return False
+    for part in module.modules():
+        loader = type(part)._load_from_state_dict
+        if loader is not torch.nn.Module._load_from_state_dict and not loader.__module__.startswith("torch."):
+            return False
     own = {_memory_of(tensor) for tensor in (*module.parameters(), *module.buffers())}
     return all(_memory_of(value) in own for value in live.values() if isinstance(value, torch.Tensor))
 
@@ -258,24 +271,45 @@ def _named_load(name: str, load: Callable[[Any], object], tree: Any) -> None:
         raise StateMismatch(f"{name} does not accept what was saved: {error}") from error
 
 
+def _check_tree(name: str, saved: Any, live: Any) -> None:
+    """What the object itself would refuse, when it is too late to leave everything as it was."""
+    if isinstance(live, torch.Tensor | list) or isinstance(saved, torch.Tensor | list):
+        if type(saved) is not type(live) or (
+            isinstance(live, torch.Tensor) and (saved.dtype, saved.shape) != (live.dtype, live.shape)
+        ):
+            raise StateMismatch(f"{name} was saved as {_describe(saved)}, this run has {_describe(live)}")
+    elif isinstance(live, dict) and isinstance(saved, dict) and "param_groups" in live and "param_groups" in saved:
+        sizes = [[len(group["params"]) for group in tree["param_groups"]] for tree in (saved, live)]
+        if sizes[0] != sizes[1]:
+            raise StateMismatch(
+                f"{name} was saved with {sizes[0]} parameters in its groups, this run has {sizes[1]}: "
+                "is it the optimizer of another model?"
+            )
+
+
 def _restore_in_place(live: Any, saved: Any) -> None:
     if isinstance(live, torch.Tensor):
-        if not isinstance(saved, torch.Tensor) or live.shape != saved.shape or live.dtype != saved.dtype:
-            raise ValueError(f"it was saved as {_describe(saved)}, this run has {_describe(live)}")
         live.detach().copy_(saved)
-    elif type(live) is not type(saved):
-        raise ValueError(f"it was saved as {_describe(saved)}, this run has {_describe(live)}")
     else:
         live.clear()
         (live.update if isinstance(live, dict) else live.extend)(saved)
 
 
 def _memory_of(value: object) -> tuple[object, ...] | None:
-    if not isinstance(value, torch.Tensor):
+    """What two names of one tensor have in common; None for what has no plain memory."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
-    if value.nbytes == 0:
-        return (value.device, 0, value.dtype, value.shape)
-    return (value.device, value.data_ptr(), value.dtype, value.shape)
+    lazy = value.is_conj(), value.is_neg()
+    return (value.device, value.data_ptr() if value.nbytes else 0, value.dtype, value.shape, value.stride(), lazy)
+
+
+def _is_simple(tensor: torch.Tensor) -> bool:
+    """Do the tensor's bytes lie in memory as they are saved?"""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def _device(location: str) -> torch.device:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,11 @@ from typing import Any
 from reprieve.checkpoint import commit, names
 from reprieve.checkpoint.blocks import BlockPool
 from reprieve.checkpoint.foreign import check_foreign
-from reprieve.checkpoint.plan import extras_file, tree_file
 from reprieve.checkpoint.restore import restore
 from reprieve.checkpoint.retention import reading
 from reprieve.checkpoint.state import State
 from reprieve.checkpoint.survey import Found, survey
-from reprieve.checkpoint.torch_file import pickle_without_data
-from reprieve.checkpoint.torch_load import meta_storage, unpickle
-from reprieve.errors import InvalidCheckpoint, NothingToResume, UnsafeState
+from reprieve.errors import InvalidCheckpoint, NothingToResume
 from reprieve.storage.disk import Disk
 
 log = logging.getLogger("reprieve")
@@ -91,7 +88,7 @@ def newest_valid(
             continue
         log.info("resumed from %s", found.path)
         return found, values, passed_over
-    if any(not name.startswith("checkpoint-") or "." not in name for name in (one.name for one in passed_over)):
+    if passed_over:
         reasons = "\n".join(f"  {one.name}: {one.reason}" for one in passed_over)
         raise NothingToResume(
             f"there are checkpoints in {root}, and none of them can be used:\n{reasons}\n"
@@ -121,19 +118,3 @@ def _restore_one(
         if found.manifest is None:
             check_foreign(found.path)
         return restore(found.path, found.manifest, state, pool, strict=strict, rng=rng, progress=progress)
-
-
-def check_loadable(state: State, values: Mapping[str, Any] | None = None) -> None:
-    """What could be saved but not loaded again is found now, not at the resume."""
-    captured = state.captured(values, rng=False)
-    for file, tree in [
-        *((extras_file(name), extras) for name, extras in captured.extras.items() if extras),
-        *((tree_file(name), tree) for name, tree in captured.trees.items()),
-    ]:
-        try:
-            unpickle(file, pickle_without_data(file, tree)[0], meta_storage)
-        except (UnsafeState, InvalidCheckpoint) as error:
-            raise UnsafeState(
-                f"{file} could be saved but not loaded again: {error}\nKeep to tensors, numbers, strings and "
-                "containers in that state, or allow its types with torch.serialization.add_safe_globals"
-            ) from error

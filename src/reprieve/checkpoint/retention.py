@@ -42,12 +42,16 @@ class Retention:
         if self.best is not None and (len(self.best) != 2 or self.best[1] not in ("min", "max")):
             raise ConfigError(f'best={self.best!r}: write it like ("eval_loss", "min")')
 
-    def doomed(self, found: Sequence[Found]) -> list[Found]:
-        """Those of `found` that nothing wants any more, oldest first."""
-        valid = sorted((one for one in found if one.problem is None), key=lambda one: -one.step)
+    def doomed(self, found: Sequence[Found], run: str, saved: int) -> list[Found]:
+        """Those of the run that nothing wants any more, oldest first; never the step that was just saved.
+
+        What other runs and other tools wrote is not ours to remove.
+        """
+        ours = (one for one in found if one.problem is None and one.manifest is not None and one.manifest.run == run)
+        valid = sorted(ours, key=lambda one: -one.step)
         if self.keep is None or len(valid) <= self.keep:
             return []
-        wanted = {one.step for one in valid[: self.keep]}
+        wanted = {saved, *(one.step for one in valid[: self.keep])}
         if self.keep_every is not None:
             wanted |= {one.step for one in valid if one.step % self.keep_every == 0}
         if self.best is not None:

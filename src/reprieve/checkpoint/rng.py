@@ -15,44 +15,88 @@ import torch
 from reprieve.errors import StateMismatch
 
 
-def capture_rng(generators: Mapping[str, torch.Generator]) -> dict[str, Any]:
-    """A copy of every generator's state; nothing is drawn from them."""
-    state: dict[str, Any] = {"python": random.getstate(), "cpu": torch.get_rng_state()}
-    if "numpy" in sys.modules:
-        import numpy as np
-
-        name, keys, *rest = np.random.get_state(legacy=True)
-        state["numpy"] = (name, [int(key) for key in keys], *(_plain(value) for value in rest))
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state_all()
+def capture_rng(generators: Mapping[str, torch.Generator], *, everything: bool = True) -> dict[str, Any]:
+    """A copy of every generator's state; nothing is drawn from them. Without `everything`, only of the given ones."""
+    state: dict[str, Any] = {}
+    if everything:
+        state = {"python": random.getstate(), "cpu": torch.get_rng_state()}
+        if "numpy" in sys.modules:
+            state["numpy"] = _numpy_state()
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            state["cuda"] = torch.cuda.get_rng_state_all()
     if generators:
         state["generators"] = {name: generator.get_state() for name, generator in generators.items()}
     return state
 
 
-def restore_rng(state: Mapping[str, Any], generators: Mapping[str, torch.Generator]) -> None:
+def check_rng(state: Mapping[str, Any], generators: Mapping[str, torch.Generator], *, everything: bool = True) -> None:
+    """Raise StateMismatch if `restore_rng` would."""
     saved = set(state.get("generators", {}))
     if saved != set(generators):
         raise StateMismatch(f"the checkpoint has the generators {sorted(saved)}, this run has {sorted(generators)}")
-    version, keys, gauss = state["python"]
-    random.setstate((version, tuple(keys), gauss))
-    torch.set_rng_state(state["cpu"])
-    if "numpy" in state:
-        import numpy as np
-
-        name, words, *rest = state["numpy"]
-        np.random.set_state((name, np.asarray(words, dtype=np.uint32), *rest))
-    if "cuda" in state:
-        cuda = state["cuda"]
-        states = [cuda] if isinstance(cuda, torch.Tensor) else cuda
-        if len(states) != torch.cuda.device_count():
+    if everything and "cuda" in state:
+        count = len(_cuda_states(state))
+        if count != torch.cuda.device_count():
             raise StateMismatch(
-                f"the checkpoint has the RNG of {len(states)} GPUs, this process sees {torch.cuda.device_count()}"
+                f"the checkpoint has the RNG of {count} GPUs, this process sees {torch.cuda.device_count()}. "
+                "Run on as many, or with rng=False"
             )
-        torch.cuda.set_rng_state_all(states)
+
+
+def restore_rng(
+    state: Mapping[str, Any], generators: Mapping[str, torch.Generator], *, everything: bool = True
+) -> None:
     for name, generator in generators.items():
         generator.set_state(state["generators"][name])
+    if not everything:
+        return
+    if "python" in state:
+        version, keys, gauss = state["python"]
+        random.setstate((version, tuple(keys), gauss))
+    if "cpu" in state:
+        torch.set_rng_state(state["cpu"])
+    if "numpy" in state:
+        _restore_numpy(state["numpy"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state_all(_cuda_states(state))
 
 
-def _plain(value: Any) -> int | float:
-    return float(value) if isinstance(value, float) else int(value)
+def _cuda_states(state: Mapping[str, Any]) -> list[torch.Tensor]:
+    cuda = state["cuda"]
+    return [cuda] if isinstance(cuda, torch.Tensor) else list(cuda)
+
+
+def _numpy_state() -> Any:
+    import numpy as np
+
+    state = _plain(np.random.get_state(legacy=False))
+    if state["bit_generator"] != "MT19937":
+        return state
+    # What it is unless somebody changed it: written as transformers does.
+    inner = state["state"]
+    return "MT19937", inner["key"], inner["pos"], state["has_gauss"], state["gauss"]
+
+
+def _restore_numpy(state: Any) -> None:
+    import numpy as np
+
+    if isinstance(state, Mapping):
+        np.random.set_state(_arrays(state))
+    else:
+        name, words, *rest = state
+        np.random.set_state((name, np.asarray(words, dtype=np.uint32), *rest))
+
+
+def _plain(value: Any) -> Any:
+    """numpy's own types as Python's; arrays of words as lists."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _arrays(value: Any) -> Any:
+    import numpy as np
+
+    if isinstance(value, Mapping):
+        return {key: _arrays(inner) for key, inner in value.items()}
+    return np.asarray(value, dtype=np.uint64) if isinstance(value, list) else value

@@ -16,6 +16,8 @@ from reprieve.checkpoint.layout import FileLayout, LayoutBuilder, bytes_layout, 
 from reprieve.errors import StateError
 
 _HEADER_ALIGNMENT = 64
+_FORMAT = "format"
+"""The header's own metadata: no tensor of this name can be tied to another."""
 
 _NAMES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
@@ -46,7 +48,7 @@ def layout_safetensors(
 ) -> list[FileLayout]:
     """`name.safetensors`, or above `shard_bytes` `name-00001-of-0000n.safetensors` with the stock index file."""
     kept, tied = _fold_ties(tensors)
-    metadata = {"format": "pt", **(metadata or {}), **tied}
+    metadata = {_FORMAT: "pt", **(metadata or {}), **tied}
     shards = _split(kept, shard_bytes)
     if len(shards) == 1:
         return [_layout_one(f"{name}.safetensors", shards[0], metadata)]
@@ -92,10 +94,11 @@ def _fold_ties(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Ten
     tied: dict[str, str] = {}
     first: dict[tuple[object, ...], str] = {}
     for key, tensor in tensors.items():
-        if tensor.nbytes == 0 or tensor.is_meta:
+        if tensor.nbytes == 0 or tensor.is_meta or key == _FORMAT:
             kept[key] = tensor
             continue
-        identity = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        lazy = tensor.is_conj(), tensor.is_neg()  # views that show other values than their memory holds
+        identity = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), lazy)
         if identity in first:
             tied[key] = first[identity]
         else:

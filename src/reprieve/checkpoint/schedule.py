@@ -34,9 +34,9 @@ class Schedule:
     def of(cls, every: Every, clock: Clock | None = None) -> Schedule:
         """`500`, `"500 steps"`, `"epoch"`, `"10m"`, a timedelta, several of them in a list, or None for never."""
         schedule = cls(clock=clock or SystemClock())
-        parts = [every] if isinstance(every, int | str | timedelta) else list(every or ())
+        parts = [every] if isinstance(every, int | float | str | timedelta) else list(every or ())
         for part in parts:
-            if isinstance(part, bool):
+            if not isinstance(part, int | str | timedelta) or isinstance(part, bool):
                 raise ConfigError(f"every={part!r}: give steps, 'epoch' or a duration")
             if isinstance(part, timedelta):
                 schedule.interval = parse_duration(part)

@@ -81,8 +81,8 @@ class State:
         out.trees.update(self.plain)
         if values:
             out.trees[VALUES] = dict(values)
-        if rng:
-            out.trees[RNG] = capture_rng(self.generators)
+        if rng or self.generators:
+            out.trees[RNG] = capture_rng(self.generators, everything=rng)
         return out
 
 

@@ -73,7 +73,14 @@ def look_at(path: Path, step: int | None = None) -> Found:
         problem = error.reason
     if manifest is None:
         return Found(path, step or 0, None, problem, _bytes(path), _created(path))
-    return Found(path, manifest.step, manifest, problem, manifest.size, datetime.fromisoformat(manifest.created))
+    return Found(
+        path,
+        step if step is not None else manifest.step,
+        manifest,
+        problem,
+        manifest.size,
+        datetime.fromisoformat(manifest.created),
+    )
 
 
 def _check_files(path: Path, manifest: Manifest) -> None:

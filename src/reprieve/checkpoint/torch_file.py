@@ -13,12 +13,15 @@ import pickle
 import struct
 import sys
 import zlib
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
 
-from reprieve.checkpoint.layout import DeviceSource, FileLayout, HostSource, LayoutBuilder, Source
+from reprieve.checkpoint.layout import DeviceSource, FileLayout, HostSource, LayoutBuilder, Pickled, Source
 from reprieve.errors import StateError
 
 _ALIGNMENT = 64
@@ -32,61 +35,135 @@ ARCHIVE_COMMENT = b"reprieve: data at the next multiple of 64"
 
 def layout_torch(name: str, obj: object) -> FileLayout:
     """What `torch.save(obj, name)` would write, as a layout. Nothing of the tensors is copied."""
-    pickled, storages = pickle_without_data(name, obj)
+    pickled = pickle_without_data(name, obj)
     archive = _Archive(name)
-    archive.add_known("data.pkl", pickled)
+    archive.add_known("data.pkl", pickled.data)
     archive.add_known("byteorder", sys.byteorder.encode())
-    for key, storage in enumerate(storages):
+    for key, storage in enumerate(pickled.storages):
         archive.add_storage(f"data/{key}", storage)
     archive.add_known("version", b"3\n")
-    return archive.build()
+    return archive.build(pickled)
 
 
-def pickle_without_data(name: str, obj: object) -> tuple[bytes, list[torch.UntypedStorage]]:
-    """The pickle with storages left out, and the storages in the order of their keys."""
+def pickle_without_data(name: str, obj: object) -> Pickled:
     out = io.BytesIO()
     pickler = _StoragePickler(out)
     try:
         pickler.dump(obj)
+    except _MetaTensor as error:
+        path = next((path for path, tensor in tensors_in(obj) if tensor is error.tensor), ())
+        raise StateError(
+            f"{name}: {'.'.join(map(str, path))} is on the meta device and has no data to save: materialise the model "
+            "(`to_empty`, then initialise or load it) before the first save"
+        ) from None
     except StateError as error:
         raise StateError(f"{name}: {error}") from None
     except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
         raise StateError(f"{name} cannot be saved: {error}") from error
-    return out.getvalue(), pickler.storages
+    return Pickled(out.getvalue(), pickler.storages, pickler.used)
 
 
-def data_offset(header_offset: int, name_length: int, size: int) -> int:
-    """Where a record's data starts: after the local header, its name, the ZIP64 sizes if large, and the padding."""
-    end = header_offset + 30 + name_length + (20 if size >= _ZIP32_MAX else 0) + 4
-    return end + -end % _ALIGNMENT
+class _MetaTensor(Exception):
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class _Reference:
+    """Stands for a storage in the pickle."""
+
+    __slots__ = ("persistent_id",)
+
+    def __init__(self, persistent_id: tuple[Any, ...]) -> None:
+        self.persistent_id = persistent_id
+
+
+KINDS: dict[torch.dtype, Any] = {
+    dtype: getattr(torch, name) for dtype, name in torch.storage._dtype_to_storage_type_map().items()
+}
+"""The storage class that stands for a type in the pickle; newer types have none and are written as plain bytes."""
 
 
 class _StoragePickler(pickle.Pickler):
     def __init__(self, out: io.BytesIO) -> None:
         super().__init__(out, protocol=2)
         self.storages: list[torch.UntypedStorage] = []
-        self._keys: dict[int, str] = {}
+        self.used: set[object] = set()
+        self._keys: dict[int, tuple[str, Any]] = {}
 
-    def persistent_id(self, obj: Any) -> tuple[str, Any, str, str, int] | None:
-        if isinstance(obj, torch.storage.TypedStorage):
-            storage = obj._untyped_storage
-            kind = getattr(torch, obj._pickle_storage_type())
-            count = obj._size()
-        elif isinstance(obj, torch.UntypedStorage):
-            storage, kind, count = obj, torch.UntypedStorage, obj.nbytes()
-        else:
-            if isinstance(obj, torch.Tensor) and obj.is_meta:
-                raise StateError(
-                    f"a meta tensor of shape {tuple(obj.shape)} has no data to save: materialise the model "
-                    "(`to_empty`, then initialise or load it) before the first save"
-                )
-            return None
+    def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
+        kind = type(obj)
+        if kind is _Reference:
+            return obj.persistent_id  # type: ignore[no-any-return]
+        if kind is torch.storage.TypedStorage:
+            return self._refer(obj._untyped_storage, getattr(torch, obj._pickle_storage_type()), obj._size())
+        if kind is torch.UntypedStorage:
+            return self._refer(obj, torch.UntypedStorage, obj.nbytes())
+        if kind is type or kind is FunctionType or kind is BuiltinFunctionType:
+            self.used.add(obj)
+        return None
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor):
+            if obj.is_meta:
+                raise _MetaTensor(obj)
+            if _is_plain(obj):
+                # What the tensor's own __reduce_ex__ gives, five times as fast.
+                storage = obj.untyped_storage()
+                reference = self._refer(storage, KINDS[obj.dtype], storage.nbytes() // obj.element_size())
+                return torch._utils._rebuild_tensor_v2, (
+                    _Reference(reference), obj.storage_offset(), tuple(obj.shape), obj.stride(), obj.requires_grad,
+                    OrderedDict(),
+                )  # fmt: skip
+        return NotImplemented
+
+    def _refer(self, storage: torch.UntypedStorage, kind: Any, count: int) -> tuple[str, Any, str, str, int]:
         # Tensors that share memory share a StorageImpl, and so come back sharing it.
-        key = self._keys.get(storage._cdata)
-        if key is None:
-            key = self._keys[storage._cdata] = str(len(self.storages))
+        identity = storage._cdata
+        known = self._keys.get(identity)
+        if known is None:
+            known = self._keys[identity] = (str(len(self.storages)), kind)
             self.storages.append(storage)
-        return ("storage", kind, key, torch.serialization.location_tag(storage), count)
+        key, first = known
+        if first is not kind:
+            raise StateError(
+                f"the same memory is held as {first.__name__} and as {kind.__name__}, which the format of torch.save "
+                "cannot tell apart: save a clone of one of them"
+            )
+        location = "cpu" if storage.device.type == "cpu" else torch.serialization.location_tag(storage)
+        return ("storage", kind, key, location, count)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.dtype in KINDS
+        and tensor.layout is torch.strided
+        and tensor.device.type in ("cpu", "cuda")
+        and not tensor.is_quantized
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not tensor.__dict__
+        and tensor.grad_fn is None
+        and not tensor._backward_hooks
+    )
+
+
+def tensors_in(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    """The tensors of a tree of containers, each with its keys from the top."""
+    if isinstance(tree, torch.Tensor):
+        yield path, tree
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from tensors_in(value, (*path, key))
+    elif isinstance(tree, list | tuple):
+        for number, value in enumerate(tree):
+            yield from tensors_in(value, (*path, number))
+
+
+def data_offset(header_offset: int, name_length: int, size: int) -> int:
+    """Where a record's data starts: after the local header, its name, the ZIP64 sizes if large, and the padding."""
+    end = header_offset + 30 + name_length + (20 if size >= _ZIP32_MAX else 0) + 4
+    return end + -end % _ALIGNMENT
 
 
 @dataclass(slots=True)
@@ -165,7 +242,7 @@ class _Archive:
             ]  # fmt: skip
         return b"".join(parts)
 
-    def build(self) -> FileLayout:
+    def build(self, pickled: Pickled) -> FileLayout:
         start = self._layout.size
         length = sum(46 + len(record.name) + len(record.directory_extra) for record in self._records)
         self._layout.add_deferred(length, self._directory)
@@ -190,7 +267,7 @@ class _Archive:
             )
             + ARCHIVE_COMMENT
         )
-        return self._layout.build()
+        return self._layout.build(pickled)
 
 
 _DOS_DATE = (1 << 5) | 1  # 1980-01-01, the first day a zip can tell: the same state gives the same bytes

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from reprieve.checkpoint.blocks import BLOCK_BYTES, Block, BlockPool
@@ -21,6 +22,7 @@ from reprieve.checkpoint.checksum import BlockHash, crc32
 from reprieve.checkpoint.layout import Deferred, FileLayout, Segment
 from reprieve.checkpoint.manifest import FileEntry
 from reprieve.checkpoint.streams import SideStreams
+from reprieve.checkpoint.workers import Workers
 from reprieve.storage.disk import PAGE, Disk, OpenFile
 
 WRITERS = 4
@@ -114,7 +116,7 @@ class Writer:
         self._layouts = layouts
         self._progress = progress
         self._failed = threading.Event()
-        self._threads = ThreadPoolExecutor(WRITERS, thread_name_prefix="reprieve-write")
+        self._threads = Workers(WRITERS, "reprieve-write")
         self._writes: list[Future[None]] = []
         self._files: list[_File] = []
         self._staged: list[_Filled] = []
@@ -184,7 +186,7 @@ class Writer:
 
     def _write_soon(self, filled: _Filled, digest: BlockHash) -> None:
         filled.file.digests.append(digest.hexdigest())
-        self._writes.append(self._threads.submit(self._write, filled))
+        self._writes.append(self._threads.submit(partial(self._write, filled)))
 
     def _write(self, filled: _Filled) -> None:
         try:
@@ -210,7 +212,7 @@ class Writer:
         """Wait for the writes, flush, and say what was written."""
         self._raise_failure()
         # The flushes of all files go out together: the journal commits once for most of them.
-        for flush in [self._threads.submit(self._flush, file) for file in self._files]:
+        for flush in [self._threads.submit(partial(self._flush, file)) for file in self._files]:
             flush.result()
         return {file.layout.name: FileEntry.of(file.layout.size, file.digests) for file in self._files}
 
@@ -224,7 +226,7 @@ class Writer:
 
     def _close(self) -> None:
         self._failed.set()  # whatever is still queued must not write to a closed file
-        self._threads.shutdown(wait=True)
+        self._threads.join()
         for filled in self._staged:
             self._pool.give(filled.block)
         self._staged.clear()

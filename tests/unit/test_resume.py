@@ -1,0 +1,433 @@
+"""A start meets what is on disk: the newest valid one is taken, the rest is passed over with a reason, never lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import shutil
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import copied, entry_of, pool, rewrite_manifest, small_model, train
+from safetensors.torch import save_file
+from torch import nn
+
+from reprieve import Checkpointer, InvalidCheckpoint, NothingToResume, StorageFull
+from reprieve.checkpoint.checksum import digest_of
+from reprieve.checkpoint.manifest import MANIFEST, SENTINEL, read_manifest
+from reprieve.checkpoint.survey import look_at, survey
+from reprieve.checkpoint.verify import verify
+
+
+class Counter(nn.Module):
+    """A model that says which checkpoint it came from."""
+
+    def __init__(self, step: int = 0) -> None:
+        super().__init__()
+        self.register_buffer("step", torch.full((1000,), step))
+
+    def __int__(self) -> int:
+        assert (self.step == self.step[0]).all(), "a mixture"
+        return int(self.step[0])
+
+
+def run_with(root: Path, *steps: int, run: str = "r") -> None:
+    with Checkpointer(root, run=run, keep=None, model=(model := Counter())) as checkpointer:
+        for step in steps:
+            model.step.fill_(step)
+            checkpointer.save(step)
+
+
+def resumed(root: Path, run: str | None = "r", **options: Any) -> tuple[int, Any]:
+    with Checkpointer(root, run=run, keep=None, model=(model := Counter()), **options) as checkpointer:
+        result = checkpointer.restore()
+        return int(model), result
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 4
+    path.write_bytes(data)
+
+
+def test_a_missing_or_empty_folder_is_a_fresh_start(tmp_path: Path) -> None:
+    assert resumed(tmp_path / "deep/down/run")[1] is None
+    assert resumed(tmp_path / "deep/down/run")[1] is None
+
+
+def test_the_newest_is_taken(tmp_path: Path) -> None:
+    run_with(tmp_path, 9, 10, 100)
+    value, result = resumed(tmp_path)
+    assert (value, result.step, result.path.name, result.passed_over) == (100, 100, "checkpoint-100", [])
+
+
+def test_the_next_save_says_what_it_came_from(tmp_path: Path) -> None:
+    run_with(tmp_path, 1)
+    with Checkpointer(tmp_path, run="r", model=Counter()) as checkpointer:
+        checkpointer.restore()
+        path = checkpointer.save(2).path
+    manifest = read_manifest(path)
+    assert (manifest.run, manifest.attempt, manifest.parent) == ("r", 2, "checkpoint-1")
+    assert manifest.versions["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda folder: flip(folder / "model.safetensors"), "is damaged: block 0"),
+        (lambda folder: flip(folder / "rng_state.pth"), "is damaged: block 0"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors is missing"),
+        (lambda folder: os.truncate(folder / "rng_state.pth", 10), "has 10 bytes instead of"),
+        (lambda folder: (folder / MANIFEST).write_text("{"), "is not readable"),
+        (lambda folder: flip(folder / MANIFEST), MANIFEST),
+        (lambda folder: rewrite_manifest(folder, step=2), "belongs to checkpoint-2"),
+    ],
+    ids=["model", "rng", "missing", "short", "torn-manifest", "manifest", "step"],
+)
+def test_a_bad_newest_one_is_passed_over_and_set_aside(tmp_path: Path, damage: Any, reason: str) -> None:
+    run_with(tmp_path, 1, 2, 3)
+    damage(tmp_path / "checkpoint-3")
+    value, result = resumed(tmp_path)
+    assert (value, result.step) == (2, 2)
+    assert [one.name for one in result.passed_over] == ["checkpoint-3"]
+    assert reason in result.passed_over[0].reason
+    found = survey(tmp_path)
+    assert [one.path.name for one in found] == ["checkpoint-2", "checkpoint-1", "checkpoint-3.set-aside"]
+    assert found[-1].problem.startswith("set aside: ")
+    assert reason in found[-1].problem
+    assert resumed(tmp_path)[0] == 2
+
+
+def test_two_bad_ones_of_the_same_step_are_both_kept(tmp_path: Path) -> None:
+    run_with(tmp_path, 1)
+    for _ in range(2):
+        run_with(tmp_path, 2)
+        flip(tmp_path / "checkpoint-2/model.safetensors")
+        assert resumed(tmp_path)[0] == 1
+    assert [one.path.name for one in survey(tmp_path)[1:]] == ["checkpoint-2.set-aside", "checkpoint-2.set-aside-2"]
+
+
+def test_nothing_valid_is_an_error_that_lists_everything(tmp_path: Path) -> None:
+    run_with(tmp_path, 1, 2)
+    flip(tmp_path / "checkpoint-1/model.safetensors")
+    (tmp_path / "checkpoint-2/model.safetensors").unlink()
+    with pytest.raises(NothingToResume, match=r"(?s)checkpoint-2: .*missing.*checkpoint-1: .*damaged.*fresh=True"):
+        resumed(tmp_path)
+    assert len(survey(tmp_path)) == 2, "nothing was deleted"
+
+
+def test_nothing_valid_is_an_error_again_at_the_next_start(tmp_path: Path) -> None:
+    run_with(tmp_path, 1)
+    flip(tmp_path / "checkpoint-1/model.safetensors")
+    for _ in range(2):
+        with pytest.raises(NothingToResume):
+            resumed(tmp_path)
+
+
+def test_fresh_moves_everything_and_starts_over(tmp_path: Path) -> None:
+    run_with(tmp_path, 1, 2)
+    for number in (1, 2):
+        value, result = resumed(tmp_path, fresh=True)
+        assert (value, result) == (0, None)
+        assert (tmp_path / f"previous-{number}").exists() or number == 2
+        run_with(tmp_path, 3)
+    assert sorted(path.name for path in (tmp_path / "previous-1").iterdir()) == ["checkpoint-1", "checkpoint-2"]
+    verify(tmp_path / "previous-1/checkpoint-2", pool)
+    assert [path.name for path in (tmp_path / "previous-2").iterdir()] == ["checkpoint-3"]
+
+
+def test_leftovers_of_a_dead_attempt_go(tmp_path: Path) -> None:
+    run_with(tmp_path, 1)
+    for name in (".checkpoint-5.saving", ".checkpoint-6.deleting"):
+        shutil.copytree(tmp_path / "checkpoint-1", tmp_path / name)
+    foreign = tmp_path / "checkpoint-7"
+    foreign.mkdir()
+    (foreign / SENTINEL).touch()
+    (foreign / "model.safetensors").write_bytes(b"half")
+    (tmp_path / "notes.txt").touch()
+    assert resumed(tmp_path)[0] == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".reprieve", "checkpoint-1", "notes.txt"]
+
+
+def test_one_that_is_there_already_and_valid_is_kept(tmp_path: Path) -> None:
+    run_with(tmp_path, 1)
+    before = (tmp_path / "checkpoint-1" / MANIFEST).read_bytes()
+    with Checkpointer(tmp_path, run="r", model=Counter(77)) as checkpointer:
+        save = checkpointer.save(1)
+    assert "valid" in save.skipped
+    assert (tmp_path / "checkpoint-1" / MANIFEST).read_bytes() == before
+    assert resumed(tmp_path)[0] == 1
+
+
+def test_one_that_is_there_already_and_not_valid_is_set_aside(tmp_path: Path) -> None:
+    run_with(tmp_path, 1)
+    (tmp_path / "checkpoint-1/model.safetensors").unlink()
+    run_with(tmp_path, 1)
+    assert [one.path.name for one in survey(tmp_path)] == ["checkpoint-1", "checkpoint-1.set-aside"]
+    assert resumed(tmp_path)[0] == 1
+
+
+def test_one_that_is_there_already_and_damaged_is_set_aside(tmp_path: Path) -> None:
+    run_with(tmp_path, 1)
+    flip(tmp_path / "checkpoint-1/model.safetensors")
+    run_with(tmp_path, 1)
+    verify(tmp_path / "checkpoint-1", pool)
+
+
+def test_one_of_another_run_does_not_count_as_saved(tmp_path: Path) -> None:
+    run_with(tmp_path, 1, run="other")
+    with Checkpointer(tmp_path, run="r", model=Counter(77)) as checkpointer:
+        try:
+            save = checkpointer.save(1)
+        except Exception as error:  # noqa: BLE001
+            assert "other" in str(error)  # to refuse, and say by whom it is, would do
+        else:
+            assert save.skipped is None
+
+
+def test_checkpoints_of_another_run_are_not_used_and_not_moved(tmp_path: Path) -> None:
+    run_with(tmp_path, 1, 2, run="other")
+    with pytest.raises(NothingToResume, match="written by run 'other', this is run 'mine'"):
+        resumed(tmp_path, "mine")
+    assert [one.path.name for one in survey(tmp_path)] == ["checkpoint-2", "checkpoint-1"]
+    run_with(tmp_path, 1, run="other")
+
+
+def test_without_a_name_the_run_of_the_folder_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_with(tmp_path, 1, run="named")
+    assert resumed(tmp_path, None)[0] == 1
+    monkeypatch.setenv("REPRIEVE_RUN", "from-outside")
+    with pytest.raises(NothingToResume, match="from-outside"):
+        resumed(tmp_path, None)
+
+
+def test_space_is_checked_with_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from reprieve.checkpoint import room
+
+    with Checkpointer(tmp_path, model=Counter()) as checkpointer:
+        monkeypatch.setattr(room, "free_bytes", lambda folder: 5000)
+        with pytest.raises(StorageFull, match=rf"{tmp_path}: .* needed, 5 kB free"):
+            checkpointer.save(1)
+        monkeypatch.undo()
+        checkpointer.save(1)
+
+
+def test_after_close_there_is_no_saving(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, model=Counter())
+    checkpointer.close()
+    checkpointer.close()
+
+
+def test_a_save_after_close_is_an_error_of_ours(tmp_path: Path) -> None:
+    from reprieve import ReprieveError
+
+    checkpointer = Checkpointer(tmp_path, model=Counter())
+    checkpointer.close()
+    with pytest.raises(ReprieveError):
+        checkpointer.save(1)
+    assert survey(tmp_path) == []
+
+
+# What somebody with bad intentions could leave
+
+
+def evil_pickle(flag: Path) -> bytes:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return (os.system, (f"touch {flag}",))
+
+    return pickle.dumps({"state": {}, "x": Evil()}, protocol=2)
+
+
+def test_a_hostile_pickle_is_refused_and_never_run(tmp_path: Path) -> None:
+    root, flag = tmp_path / "run", tmp_path / "executed"
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters())
+    with Checkpointer(root, run="r", model=model, optimizer=optimizer) as checkpointer:
+        good, bad = checkpointer.save(1).path, checkpointer.save(2).path
+    with zipfile.ZipFile(bad / "optimizer.pt", "w") as archive:
+        archive.writestr("archive/data.pkl", evil_pickle(flag))
+        archive.writestr("archive/version", "3\n")
+    files = {**read_manifest(bad).files, "optimizer.pt": entry_of(bad / "optimizer.pt")}
+    rewrite_manifest(bad, files=files)
+    verify(bad, pool)  # as far as bytes go it is what the manifest says
+    with Checkpointer(root, run="r", model=model, optimizer=optimizer) as checkpointer:
+        result = checkpointer.restore()
+    assert result.path == good
+    assert "refused" in result.passed_over[0].reason
+    assert "system" in result.passed_over[0].reason
+    assert not flag.exists()
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "a/../../outside", "", "a//b", "./x", "a\\b", "a/.."])
+def test_a_path_that_leaves_the_folder_is_refused(tmp_path: Path, name: str) -> None:
+    run_with(tmp_path, 1, 2)
+    folder = tmp_path / "checkpoint-2"
+    (tmp_path / "outside").write_bytes(b"secret")
+    files = {**read_manifest(folder).files, name: entry_of(tmp_path / "outside")}
+    rewrite_manifest(folder, files=files)
+    with pytest.raises(InvalidCheckpoint, match="outside of the checkpoint"):
+        verify(folder, pool)
+    assert resumed(tmp_path)[0] == 1
+
+
+def test_a_link_is_refused(tmp_path: Path) -> None:
+    run_with(tmp_path, 1, 2, 3, 4)
+    file = tmp_path / "checkpoint-4/model.safetensors"
+    shutil.move(file, tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    assert look_at(tmp_path / "checkpoint-4").problem == "model.safetensors is not a plain file"
+
+    folder = tmp_path / "checkpoint-3"
+    manifest = read_manifest(folder)
+    (tmp_path / "out").mkdir()
+    shutil.move(folder / "model.safetensors", tmp_path / "out/model.safetensors")
+    (folder / "sub").symlink_to(tmp_path / "out")
+    files = dict(manifest.files)
+    files["sub/model.safetensors"] = files.pop("model.safetensors")
+    (folder / MANIFEST).write_bytes(replace(manifest, files=files).encode())
+    assert look_at(folder).problem == "sub/model.safetensors leads out of the checkpoint"
+
+    shutil.move(tmp_path / "checkpoint-2", tmp_path / "moved")
+    (tmp_path / "checkpoint-2").symlink_to(tmp_path / "moved")
+    assert look_at(tmp_path / "checkpoint-2").problem == "not a folder"
+    assert resumed(tmp_path)[0] == 1
+
+
+def hostile(folder: Path, **changes: Any) -> None:
+    document = json.loads((folder / MANIFEST).read_bytes())
+    document["manifest"].update(changes)
+    canonical = json.dumps(document["manifest"], sort_keys=True, separators=(",", ":")).encode()
+    document["xxh3_128"] = digest_of(canonical)
+    (folder / MANIFEST).write_text(json.dumps(document))
+
+
+ENTRY = {"bytes": 5, "xxh3_128": "0" * 32, "blocks": ["0" * 32]}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"format": "other"}, {"version": 2}, {"surprise": 1}, {"step": -1}, {"step": True}, {"step": "2"},
+        {"block_bytes": 0}, {"block_bytes": 1}, {"block_bytes": 2**40}, {"files": []}, {"files": {"x": {}}},
+        {"files": {"x": ENTRY}}, {"files": {"x": {**ENTRY, "bytes": -1}}}, {"files": {"x": {**ENTRY, "blocks": []}}},
+        {"files": {"x": {**ENTRY, "blocks": ["x"]}}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_manifest_with_nonsense_in_it_is_invalid(tmp_path: Path, changes: dict[str, Any]) -> None:
+    run_with(tmp_path, 1, 2)
+    hostile(tmp_path / "checkpoint-2", **changes)
+    assert resumed(tmp_path)[0] == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"created": "yesterday"}, {"created": 5}, {"files": {"x": {**ENTRY, "blocks": 3}}},
+     {"files": {"x": {**ENTRY, "blocks": [7]}}}],
+    ids=str,
+)  # fmt: skip
+def test_a_manifest_with_fields_of_the_wrong_type_is_invalid(tmp_path: Path, changes: dict[str, Any]) -> None:
+    run_with(tmp_path, 1, 2)
+    hostile(tmp_path / "checkpoint-2", **changes)
+    assert resumed(tmp_path)[0] == 1
+
+
+# Written by stock code
+
+
+def stock_checkpoint(root: Path, step: int = 5) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """What transformers' Trainer leaves: model, optimizer, scheduler and random numbers, without a manifest."""
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    train(model, optimizer)
+    scheduler.step()
+    folder = root / f"checkpoint-{step}"
+    folder.mkdir(parents=True)
+    save_file(model.state_dict(), folder / "model.safetensors", {"format": "pt"})
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    torch.save(scheduler.state_dict(), folder / "scheduler.pt")
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.random.get_rng_state()}
+    torch.save(states, folder / "rng_state.pth")
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    return model, optimizer, scheduler
+
+
+@pytest.mark.parametrize("torch_model", [False, True], ids=["safetensors", "pytorch_model.bin"])
+def test_a_stock_checkpoint_is_resumed(tmp_path: Path, torch_model: bool) -> None:
+    model, optimizer, scheduler = stock_checkpoint(tmp_path)
+    if torch_model:
+        (tmp_path / "checkpoint-5/model.safetensors").unlink()
+        torch.save(model.state_dict(), tmp_path / "checkpoint-5/pytorch_model.bin")
+    want = random.random(), np.random.rand(), torch.rand(1).item()
+    losses = train(model, optimizer, 3)
+    other = small_model()
+    its_optimizer = torch.optim.AdamW(other.parameters())
+    its_scheduler = torch.optim.lr_scheduler.StepLR(its_optimizer, 2)
+    with Checkpointer(tmp_path, model=other, optimizer=its_optimizer, scheduler=its_scheduler) as checkpointer:
+        result = checkpointer.restore()
+        assert (result.step, result.epoch) == (5, None)
+        assert (random.random(), np.random.rand(), torch.rand(1).item()) == want
+        assert train(other, its_optimizer, 3) == losses
+        assert its_scheduler.state_dict() == scheduler.state_dict()
+        assert read_manifest(checkpointer.save(6).path).parent == "checkpoint-5"
+
+
+def test_a_torn_stock_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    run_with(tmp_path, 1)
+    stock_checkpoint(tmp_path)
+    os.truncate(tmp_path / "checkpoint-5/optimizer.pt", 100)
+    value, result = resumed(tmp_path)
+    assert value == 1
+    assert result.passed_over[0].reason.startswith("optimizer.pt: ")
+
+
+@pytest.mark.usefixtures("nan_in_fresh_memory")
+def test_tied_weights_of_stock_torch_into_an_untied_model(tmp_path: Path) -> None:
+    from test_state import tied
+
+    model, other = tied(), tied(tie=False)
+    (tmp_path / "checkpoint-1").mkdir()
+    torch.save(model.state_dict(), tmp_path / "checkpoint-1/model.pt")
+    with Checkpointer(tmp_path, model=other, rng=False) as checkpointer:
+        checkpointer.restore()
+    assert torch.equal(other[0].weight, model[0].weight)
+    assert torch.equal(other[1].weight, model[0].weight)
+
+
+def test_a_stock_torch_model_in_channels_last(tmp_path: Path) -> None:
+    model, other = (nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last) for _ in range(2))
+    (tmp_path / "checkpoint-1").mkdir()
+    torch.save(model.state_dict(), tmp_path / "checkpoint-1/model.pt")
+    with Checkpointer(tmp_path, model=other, rng=False) as checkpointer:
+        checkpointer.restore()
+    assert torch.equal(other.weight, model.weight)
+
+
+def test_a_stock_checkpoint_of_that_step_is_kept(tmp_path: Path) -> None:
+    model, *_ = stock_checkpoint(tmp_path)
+    with Checkpointer(tmp_path, model=model) as checkpointer:
+        checkpointer.save(5)
+    assert not (tmp_path / "checkpoint-5.set-aside").exists()
+
+
+def test_a_mixture_is_never_left(tmp_path: Path) -> None:
+    """A bad block at the end of a large file: the blocks before it have been put into the model already."""
+    model = nn.Linear(4000, 3000, bias=False)
+    want = copied(model)
+    with Checkpointer(tmp_path, model=model) as checkpointer:
+        checkpointer.save(1)
+        model.weight.data += 1
+        flip(checkpointer.save(2).path / "model.safetensors")
+    model.weight.data += 1
+    with Checkpointer(tmp_path, model=model) as checkpointer:
+        assert checkpointer.restore().step == 1
+    assert torch.equal(model.weight, want["weight"])

@@ -1,0 +1,199 @@
+"""What may go, and that nothing else does."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import FailingDisk, manifest, pool, small_model
+
+from reprieve import Checkpointer, ConfigError, StorageError
+from reprieve.checkpoint.retention import Retention, reading
+from reprieve.checkpoint.survey import Found, survey
+from reprieve.checkpoint.verify import verify
+from reprieve.storage.disk import Disk
+
+
+def found(step: int, problem: str | None = None, **metrics: float) -> Found:
+    known = manifest(step, metrics=metrics)
+    return Found(Path(f"checkpoint-{step}"), step, known, problem, 1, datetime.now(timezone.utc))
+
+
+def doomed(candidates: list[Found], **rules: Any) -> list[int]:
+    newest = max((one.step for one in candidates if one.problem is None), default=0)
+    return [one.step for one in Retention(**rules).doomed(candidates, "r", newest)]
+
+
+HERE = [found(step) for step in (60, 50, 40, 30, 20, 10)]
+
+
+def test_the_last_so_many() -> None:
+    assert doomed(HERE, keep=2) == [10, 20, 30, 40]
+    assert doomed(HERE, keep=1) == [10, 20, 30, 40, 50]
+    assert doomed(HERE, keep=6) == doomed(HERE, keep=7) == doomed(HERE, keep=None) == doomed([], keep=1) == []
+
+
+def test_besides_every_kth() -> None:
+    assert doomed(HERE, keep=1, keep_every=20) == [10, 30, 50]
+
+
+def test_besides_the_best() -> None:
+    scored = [found(step, loss=abs(step - 25)) for step in (40, 30, 21, 5)]
+    assert doomed(scored, keep=1, best=("loss", "min")) == [5, 30]
+    assert doomed(scored, keep=1, best=("loss", "max")) == [21, 30]
+    assert doomed(scored, keep=1, best=("accuracy", "max")) == [5, 21, 30]
+
+
+def test_an_invalid_one_neither_counts_nor_goes() -> None:
+    mixed = [found(60, "torn"), found(50), found(40, "torn"), found(30), found(20)]
+    assert doomed(mixed, keep=2) == [20]
+    assert doomed([found(60, "torn"), found(50)], keep=1) == []
+
+
+@pytest.mark.parametrize(
+    "rules", [{"keep": 0}, {"keep": -1}, {"keep_every": 0}, {"best": ("loss", "low")}, {"best": ("loss",)}]
+)
+def test_bad_rules_are_refused(rules: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=next(iter(rules))):
+        Retention(**rules)
+    with pytest.raises(ConfigError):
+        Checkpointer(tmp_path / "run", model=small_model(), **rules)
+    assert not (tmp_path / "run").exists()
+
+
+def steps(root: Path) -> list[int]:
+    return [one.step for one in survey(root)]
+
+
+def test_a_run_keeps_what_it_should(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, model=small_model(), keep=2, keep_every=4, best=("loss", "min")) as checkpointer:
+        for step in range(1, 8):
+            checkpointer.save(step, metrics={"loss": abs(step - 2.9)})
+        checkpointer.wait()
+        assert steps(tmp_path) == [7, 6, 4, 3]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".check")) == []
+
+
+def test_nothing_goes_when_the_newest_cannot_be_read_back(tmp_path: Path) -> None:
+    class Rots(Disk):
+        """What is committed as step 3 is not what was written."""
+
+        def rename(self, source: Path, target: Path) -> None:
+            super().rename(source, target)
+            if target.name == "checkpoint-3":
+                file = target / "model.safetensors"
+                data = bytearray(file.read_bytes())
+                data[-1] ^= 1
+                file.write_bytes(data)
+
+    with Checkpointer(tmp_path, model=small_model(), keep=1, disk=Rots()) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step)
+            checkpointer.wait()
+        assert steps(tmp_path) == [3, 2], "1 went after 2 was verified; 2 is the only good one"
+        checkpointer.save(4)
+        checkpointer.wait()
+        assert steps(tmp_path) == [4]
+
+
+def test_one_that_is_read_stays_until_the_next_time(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, model=small_model(), keep=1) as checkpointer:
+        first = checkpointer.save(1).path
+        with reading(first), reading(first):
+            checkpointer.save(2)
+            checkpointer.wait()
+            assert verify(first, pool).step == 1
+        checkpointer.save(3)
+        checkpointer.wait()
+        assert steps(tmp_path) == [3]
+
+
+def test_one_that_another_process_reads_stays(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from reprieve.checkpoint.retention import reading\n"
+        "with reading(Path(sys.argv[1])): print('reading', flush=True); sys.stdin.read()"
+    )
+    with Checkpointer(tmp_path, model=small_model(), keep=1) as checkpointer:
+        first = checkpointer.save(1).path
+        reader = subprocess.Popen(
+            [sys.executable, "-c", code, str(first)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == b"reading\n"
+        checkpointer.save(2)
+        checkpointer.wait()
+        assert steps(tmp_path) == [2, 1]
+        reader.communicate(b"")
+        checkpointer.save(3)
+        checkpointer.wait()
+        assert steps(tmp_path) == [3]
+
+
+def test_a_removal_that_was_cut_short_leaves_nothing_that_looks_valid(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, model=small_model(), keep=None) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step)
+    for at in range(30):
+        disk = FailingDisk(at, forever=True)
+        from reprieve.checkpoint.commit import clean_up, remove
+
+        try:
+            remove(disk, tmp_path / "checkpoint-1")
+            break
+        except OSError:
+            pass
+        for one in survey(tmp_path):
+            verify(one.path, pool)
+        if not (tmp_path / "checkpoint-1").exists():
+            assert clean_up(Disk(), tmp_path) == [".checkpoint-1.deleting"]
+            with Checkpointer(tmp_path, model=small_model(), keep=None) as checkpointer:
+                checkpointer.save(1)
+    else:
+        pytest.fail("never finished")
+    assert steps(tmp_path) == [3, 2]
+
+
+def test_an_error_while_removing_is_a_storage_error(tmp_path: Path) -> None:
+    class Stuck(Disk):
+        def rename(self, source: Path, target: Path) -> None:
+            if target.name.endswith(".deleting"):
+                raise OSError(errno.EIO, "stuck", str(target))
+            super().rename(source, target)
+
+    with Checkpointer(tmp_path, model=small_model(), keep=1, disk=Stuck()) as checkpointer:
+        checkpointer.save(1)
+        checkpointer.save(2)
+        with pytest.raises(StorageError):
+            checkpointer.wait()
+
+
+def test_what_was_just_saved_is_not_removed_for_another_run(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, run="old", model=small_model(), keep=3) as checkpointer:
+        for step in (100, 200, 300):
+            checkpointer.save(step)
+    with Checkpointer(tmp_path, run="new", model=small_model(), keep=3) as checkpointer:
+        path = checkpointer.save(1).path
+        checkpointer.wait()
+        assert path.exists()
+
+
+def test_what_was_just_saved_is_not_removed_for_higher_steps(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, model=small_model(), keep=1) as checkpointer:
+        checkpointer.save(100)
+        path = checkpointer.save(1).path
+        checkpointer.wait()
+        assert path.exists()
+
+
+def test_checkpoints_of_another_run_are_not_removed(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, run="old", model=small_model()) as checkpointer:
+        checkpointer.save(1)
+    with Checkpointer(tmp_path, run="new", model=small_model(), keep=1) as checkpointer:
+        checkpointer.save(2)
+        checkpointer.wait()
+    assert steps(tmp_path) == [2, 1]
