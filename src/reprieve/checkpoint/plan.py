@@ -6,7 +6,6 @@ import json
 from dataclasses import dataclass
 
 from reprieve.checkpoint.blocks import BLOCK_BYTES
-from reprieve.checkpoint.garbage import collection_paused
 from reprieve.checkpoint.layout import FileLayout, bytes_layout
 from reprieve.checkpoint.safetensors_file import layout_safetensors
 from reprieve.checkpoint.state import RNG, Captured
@@ -33,11 +32,6 @@ class Plan:
 
 def plan(captured: Captured, *, shard_bytes: int = SHARD_BYTES) -> Plan:
     """Large files first: the disk is busy from the first moment, and the small ones share its last flush."""
-    with collection_paused():
-        return Plan(sorted(_files(captured, shard_bytes), key=lambda file: -file.size))
-
-
-def _files(captured: Captured, shard_bytes: int) -> list[FileLayout]:
     files: list[FileLayout] = []
     for name, tensors in captured.modules.items():
         files += layout_safetensors(name, tensors, shard_bytes=shard_bytes)
@@ -49,7 +43,7 @@ def _files(captured: Captured, shard_bytes: int) -> list[FileLayout]:
     for name, config in captured.configs.items():
         file = "config.json" if name == "model" else f"{name}.config.json"
         files.append(bytes_layout(file, json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"))
-    return files
+    return Plan(sorted(files, key=lambda file: -file.size))
 
 
 def extras_file(name: str) -> str:

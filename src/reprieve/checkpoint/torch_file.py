@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from reprieve.checkpoint.garbage import collection_paused
 from reprieve.checkpoint.layout import DeviceSource, FileLayout, HostSource, LayoutBuilder, Pickled, Source
 from reprieve.errors import StateError
 
@@ -35,14 +36,15 @@ ARCHIVE_COMMENT = b"reprieve: data at the next multiple of 64"
 
 def layout_torch(name: str, obj: object) -> FileLayout:
     """What `torch.save(obj, name)` would write, as a layout. Nothing of the tensors is copied."""
-    pickled = pickle_without_data(name, obj)
-    archive = _Archive(name)
-    archive.add_known("data.pkl", pickled.data)
-    archive.add_known("byteorder", sys.byteorder.encode())
-    for key, storage in enumerate(pickled.storages):
-        archive.add_storage(f"data/{key}", storage)
-    archive.add_known("version", b"3\n")
-    return archive.build(pickled)
+    with collection_paused():
+        pickled = pickle_without_data(name, obj)
+        archive = _Archive(name)
+        archive.add_known("data.pkl", pickled.data)
+        archive.add_known("byteorder", sys.byteorder.encode())
+        for key, storage in enumerate(pickled.storages):
+            archive.add_storage(f"data/{key}", storage)
+        archive.add_known("version", b"3\n")
+        return archive.build(pickled)
 
 
 def pickle_without_data(name: str, obj: object) -> Pickled:
@@ -83,6 +85,10 @@ KINDS: dict[torch.dtype, Any] = {
 """The storage class that stands for a type in the pickle; newer types have none and are written as plain bytes."""
 
 
+_ATOMS = frozenset((int, str, bool, float, type(None), bytes, tuple, list, dict, OrderedDict, torch.Tensor))
+"""What needs no second look. It is most of what there is, and the question is asked of every object."""
+
+
 class _StoragePickler(pickle.Pickler):
     def __init__(self, out: io.BytesIO) -> None:
         super().__init__(out, protocol=2)
@@ -92,13 +98,15 @@ class _StoragePickler(pickle.Pickler):
 
     def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
         kind = type(obj)
+        if kind in _ATOMS:
+            return None
         if kind is _Reference:
             return obj.persistent_id  # type: ignore[no-any-return]
         if kind is torch.storage.TypedStorage:
             return self._refer(obj._untyped_storage, getattr(torch, obj._pickle_storage_type()), obj._size())
         if kind is torch.UntypedStorage:
             return self._refer(obj, torch.UntypedStorage, obj.nbytes())
-        if kind is type or kind is FunctionType or kind is BuiltinFunctionType:
+        if isinstance(obj, type | FunctionType | BuiltinFunctionType):
             self.used.add(obj)
         return None
 
@@ -114,6 +122,8 @@ class _StoragePickler(pickle.Pickler):
                     _Reference(reference), obj.storage_offset(), tuple(obj.shape), obj.stride(), obj.requires_grad,
                     OrderedDict(),
                 )  # fmt: skip
+        elif type(obj) is OrderedDict and not obj and not obj.__dict__:
+            return OrderedDict, ()
         return NotImplemented
 
     def _refer(self, storage: torch.UntypedStorage, kind: Any, count: int) -> tuple[str, Any, str, str, int]:
