@@ -4,7 +4,7 @@ For each cut: a fresh ext4 (tests/powercut/loopfs.py), a process that saves step
 that returned, the power cut at a random moment, a remount, and the question: does the newest checkpoint whose save had
 returned load, bit for bit? Needs root. Table on stdout, or `--json`.
 
-    python benchmarks/powercut_peers.py --cuts 50 --pause 0
+    python -m benchmarks.powercut_peers --cuts 50 --pause 0
 
 With --pause 0 the newest save is milliseconds old at the cut and the oldest a second: the worst moment, and why there
 is often nothing older to fall back on. With a longer pause between the saves the kernel has time to write by itself.
@@ -30,11 +30,13 @@ from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
+from tests.powercut.loopfs import LoopDisk, why_unavailable
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load_state
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save_state
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from powercut.loopfs import LoopDisk, why_unavailable  # type: ignore[import-not-found]
+from reprieve import Checkpointer
+from reprieve.checkpoint.blocks import BlockPool
+from reprieve.checkpoint.verify import verify
 
 DISK_BYTES = 256 << 20
 TENSORS, TENSOR_VALUES = 4, 128 << 10  # 2 MiB a checkpoint in float32: 100 of them fit on the disk
@@ -112,7 +114,26 @@ def synced_save(folder: Path, step: int) -> None:
         os.close(fd)
 
 
+_ours: dict[Path, tuple[Checkpointer, State]] = {}
+
+
+def reprieve_save(folder: Path, step: int) -> None:
+    if folder not in _ours:
+        state = state_of(0)
+        _ours[folder] = Checkpointer(folder / "ours", keep=None, rng=False, state=state), state
+    checkpointer, state = _ours[folder]
+    state.update(state_of(step))
+    checkpointer.save(step)
+
+
+def reprieve_load(folder: Path, step: int) -> State:
+    checkpoint = folder / "ours" / f"checkpoint-{step}"
+    verify(checkpoint, BlockPool())
+    return dict(torch.load(checkpoint / "state.pt"))
+
+
 PEERS: dict[str, Peer] = {
+    "reprieve": Peer(reprieve_save, reprieve_load),
     "control: synced by hand": Peer(synced_save, torch_load_new),
     "torch.save, one name": Peer(torch_save_one_name, torch_load_one_name),
     "torch.save, new file": Peer(torch_save_new, torch_load_new),

@@ -288,8 +288,7 @@ class Checkpointer:
 
     def _retire(self, saved: int) -> None:
         """Remove what retention no longer wants, once the newest has been read back and verified."""
-        here = [one for one in survey(self.root) if names.step_of(one.path) is not None]
-        doomed = self.retention.doomed(here, self.run, saved)
+        doomed = self.retention.doomed(survey(self.root), self.run, saved)
         if not doomed:
             return
         newest = names.checkpoint(self.root, saved)

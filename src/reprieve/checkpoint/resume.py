@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reprieve.checkpoint import commit, names
+from reprieve.checkpoint import commit
 from reprieve.checkpoint.blocks import BlockPool
 from reprieve.checkpoint.foreign import check_foreign
 from reprieve.checkpoint.restore import restore
@@ -76,13 +76,13 @@ def newest_valid(
     passed_over: list[PassedOver] = []
     for found in survey(root):
         try:
-            if names.step_of(found.path) is None:
+            if found.set_aside:
                 raise InvalidCheckpoint(found.problem or "set aside")
             values = _restore_one(found, run, state, pool, strict, rng, progress)
         except InvalidCheckpoint as error:
             passed_over.append(PassedOver(found.path.name, error.reason))
             log.warning("passed over %s: %s", found.path, error.reason)
-            if names.step_of(found.path) is not None and not isinstance(error, OtherRun):
+            if not found.set_aside and not isinstance(error, OtherRun):
                 log.warning("set aside as %s", commit.set_aside(disk, found.path, error.reason).name)
                 disk.flush_folder(root)
             continue

@@ -33,6 +33,10 @@ class Found:
     created: datetime
 
     @property
+    def set_aside(self) -> bool:
+        return names.step_of(self.path) is None
+
+    @property
     def foreign(self) -> bool:
         return self.manifest is None and self.problem is None
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 def verify(target: str, /, *, as_json: Annotated[bool, Parameter(name="--json", negative="")] = False) -> int:
     """Read every byte of a checkpoint, or of all in a folder, against the manifests. Exit 1 if any is not valid.
 
+    Checkpoints that were set aside are known to be bad: they are read only if named.
+
     Example: reprieve verify checkpoints/checkpoint-500
 
     Parameters
@@ -29,6 +31,8 @@ def verify(target: str, /, *, as_json: Annotated[bool, Parameter(name="--json", 
         Print JSON.
     """
     found = checkpoints_at(target)
+    if len(found) > 1:
+        found = [one for one in found if not one.set_aside]
     if not found:
         talk.print(f"no checkpoints in {target}")
     results = [_verify_one(one) for one in found]
