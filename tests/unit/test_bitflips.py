@@ -20,6 +20,8 @@ from reprieve.checkpoint.verify import verify
 
 FLIPS = 20_000 if SOAK else 2_000
 
+pytestmark = pytest.mark.soak
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:

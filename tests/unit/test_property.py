@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from helpers import FailingDisk, assert_same, pool
 from hypothesis import given
@@ -21,6 +22,8 @@ from torch import nn
 from reprieve import Checkpointer, StorageError, StorageFull
 from reprieve.checkpoint.survey import survey
 from reprieve.checkpoint.verify import verify
+
+pytestmark = pytest.mark.soak
 
 MODULE = nn.Module()
 

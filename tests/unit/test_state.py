@@ -13,7 +13,7 @@ import torch
 from helpers import assert_same, copied, small_model, train
 from torch import nn
 
-from reprieve import Checkpointer, ConfigError, StateError, StateMismatch, UnsafeState
+from reprieve import Checkpointer, ConfigError, NothingToResume, StateError, StateMismatch, UnsafeState
 from reprieve.checkpoint.state import State
 
 
@@ -442,6 +442,22 @@ def test_plain_things_are_restored_in_place(tmp_path: Path) -> None:
     assert_same(counts, want)
     assert log == ["a", (1, 2.5)]
     assert tensor.tolist() == [0, 1, 2, 3]
+
+
+def test_a_sparse_tensor_is_no_matter_for_the_next_torch_load(tmp_path: Path) -> None:
+    """torch keeps a list of sparse tensors that its next load has to validate."""
+    saved(tmp_path, state={"s": torch.eye(3).to_sparse()})
+    assert torch._utils._sparse_tensors_to_validate == []
+    restored(tmp_path, state={"s": torch.zeros(3, 3).to_sparse()})
+    assert torch._utils._sparse_tensors_to_validate == []
+
+
+def test_a_sparse_tensor_with_impossible_indices_is_refused(tmp_path: Path) -> None:
+    sparse = torch.sparse_coo_tensor([[0, 1]], [1.0, 2.0], (2,), check_invariants=False)
+    sparse._indices()[0, 1] = 1_000_000
+    saved(tmp_path, state={"s": sparse})
+    with pytest.raises(NothingToResume, match="impossible sparse tensor"):
+        restored(tmp_path, state={"s": torch.zeros(2).to_sparse()})
 
 
 def test_a_sparse_tensor_in_a_plain_dict(tmp_path: Path) -> None:

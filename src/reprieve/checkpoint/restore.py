@@ -227,7 +227,10 @@ class _Restore:
             file.read_into(key, target)
             return target
 
-        return file.load(once(storage))
+        sparse: list[torch.Tensor] = []
+        tree = file.load(once(storage), sparse)
+        self._apply.insert(0, partial(file.validate, sparse))
+        return tree
 
     def _compare(self, what: str, saved: set[str], live: set[str]) -> None:
         if saved == live:

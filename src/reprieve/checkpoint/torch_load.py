@@ -55,11 +55,21 @@ class TorchFile:
             raise self.file.bad(f"ends before its record {name} does")
         return start, start + info.file_size
 
-    def load(self, storages: Storages) -> Any:
+    def load(self, storages: Storages, sparse: list[torch.Tensor] | None = None) -> Any:
+        """The object tree. Sparse tensors in it are added to `sparse`, for `validate`."""
         try:
-            return unpickle(self.file.name, self.pickled, storages)
+            return unpickle(self.file.name, self.pickled, storages, sparse)
         except UnsafeState as error:
             raise self.file.bad(f"is refused: {error}") from error
+
+    def validate(self, sparse: list[torch.Tensor]) -> None:
+        """Once the storages are filled: indices may point anywhere, and could have others' memory read."""
+        torch._utils._sparse_tensors_to_validate.extend(sparse)
+        try:
+            with torch.sparse.check_sparse_tensor_invariants():
+                torch._utils._validate_loaded_sparse_tensors()
+        except RuntimeError as error:
+            raise self.file.bad(f"has an impossible sparse tensor: {error}") from error
 
     def read_into(self, key: str, storage: torch.UntypedStorage) -> None:
         """Let the reader fill the storage with the bytes of record `key`."""
@@ -70,8 +80,11 @@ class TorchFile:
             self.file.targets.append(Target(start, stop - start, sink_of(storage)))
 
 
-def unpickle(name: str, pickled: bytes, storages: Storages) -> Any:
-    """The object tree, with storages from the caller and without running anything that is not known to be safe."""
+def unpickle(name: str, pickled: bytes, storages: Storages, sparse: list[torch.Tensor] | None = None) -> Any:
+    """The object tree, with storages from the caller and without running anything that is not known to be safe.
+
+    Sparse tensors are added to `sparse`: their storages have no content yet, so they cannot be validated here.
+    """
 
     def persistent_load(saved: tuple[Any, ...]) -> torch.storage.TypedStorage:
         kind_of, kind, key, location, count = saved
@@ -81,6 +94,8 @@ def unpickle(name: str, pickled: bytes, storages: Storages) -> Any:
         storage = storages(key, count * dtype.itemsize, location)
         return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
+    waiting = torch._utils._sparse_tensors_to_validate  # of the next torch.load, which must not see ours
+    before = len(waiting)
     unpickler = _weights_only_unpickler.Unpickler(io.BytesIO(pickled), encoding="utf-8")
     unpickler.persistent_load = persistent_load  # type: ignore[method-assign]
     try:
@@ -91,6 +106,10 @@ def unpickle(name: str, pickled: bytes, storages: Storages) -> Any:
         raise UnsafeState(f"{name} holds something that is not safe to load: {error}") from error
     except Exception as error:  # a hostile or damaged pickle can make the machine fail in any way
         raise InvalidCheckpoint(f"{name} has a pickle that cannot be read: {error!r}") from error
+    finally:
+        if sparse is not None:
+            sparse += waiting[before:]
+        del waiting[before:]
 
 
 def meta_storage(_key: str, size: int, _location: str) -> torch.UntypedStorage:
