@@ -53,6 +53,8 @@ class Server:
         }
 
     def run(self) -> None:
+        # A request can be taken back between the poll and the read: a read that waited then would leave marks unserved.
+        os.set_blocking(self.fuse, False)
         poll = select.poll()
         poll.register(self.fuse, select.POLLIN)
         poll.register(self.marks, select.POLLIN)

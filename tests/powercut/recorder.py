@@ -23,6 +23,8 @@ from .kernel import MIB, MS_NODEV, MS_NOSUID, Guard, format_ext4, mount, mount_e
 from .kernel import why_unavailable as why_no_loop
 from .loopfs import unmount_soon
 
+MARK_WAIT_S = 60
+
 
 @dataclass(frozen=True)
 class Write:
@@ -97,6 +99,7 @@ class Recorder:
     def mark(self, text: str) -> None:
         """Put a mark in the log, after all that has come to the disk so far. One caller at a time."""
         assert self._marks is not None, "not started"
+        self._marks.settimeout(MARK_WAIT_S)
         self._marks.send(text.encode())
         if not self._marks.recv(1):
             raise RuntimeError("the recorder's server has died")
