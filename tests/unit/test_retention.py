@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from helpers import FailingDisk, manifest, pool, small_model
+from torch import nn
 
 from reprieve import Checkpointer, ConfigError, StorageError
 from reprieve.checkpoint.retention import Retention, reading
@@ -77,6 +78,37 @@ def test_a_run_keeps_what_it_should(tmp_path: Path) -> None:
         checkpointer.wait()
         assert steps(tmp_path) == [7, 6, 4, 3]
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".check")) == []
+
+
+def test_saves_without_a_pause_do_not_keep_retention_from_running(tmp_path: Path) -> None:
+    most = 0
+    with Checkpointer(tmp_path, model=nn.Linear(512, 512), keep=1) as checkpointer:
+        for step in range(1, 41):
+            checkpointer.save(step)
+            most = max(most, len(steps(tmp_path)))
+    assert steps(tmp_path) == [40]
+    assert most <= 8
+
+
+def test_a_full_disk_waits_for_what_is_about_to_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for two: the third save fits only if the first has gone."""
+    size = 0
+
+    def free_bytes(_folder: Path) -> int:
+        return int(2.9 * size) - size * len(steps(tmp_path)) if size else 1 << 30
+
+    monkeypatch.setattr("reprieve.checkpoint.room.free_bytes", free_bytes)
+    with Checkpointer(tmp_path, model=nn.Linear(256, 256), keep=1, rng=False) as checkpointer:
+        size = checkpointer.save(1).bytes
+        checkpointer.save(2)
+        checkpointer.save(3)
+        assert 1 not in steps(tmp_path)
+    with Checkpointer(tmp_path, model=nn.Linear(256, 256), keep=2, rng=False) as checkpointer:
+        checkpointer.save(4)
+    with Checkpointer(tmp_path, model=nn.Linear(256, 256), keep=1, rng=False) as checkpointer:
+        checkpointer.restore()
+        checkpointer.save(5)
+        assert steps(tmp_path) == [5, 4]
 
 
 def test_nothing_goes_when_the_newest_cannot_be_read_back(tmp_path: Path) -> None:

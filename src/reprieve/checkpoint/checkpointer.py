@@ -34,7 +34,7 @@ from reprieve.checkpoint.owner import acquire
 from reprieve.checkpoint.plan import SHARD_BYTES, Plan, plan
 from reprieve.checkpoint.resume import PassedOver
 from reprieve.checkpoint.retention import Retention, reading, remove_doomed
-from reprieve.checkpoint.room import StagingRoom, check_room
+from reprieve.checkpoint.room import StagingRoom, check_room, warn_if_tight
 from reprieve.checkpoint.schedule import Every, Schedule
 from reprieve.checkpoint.state import State
 from reprieve.checkpoint.survey import Found, survey
@@ -43,7 +43,7 @@ from reprieve.checkpoint.workers import Workers
 from reprieve.checkpoint.writer import Writer
 from reprieve.clock import Clock, SystemClock
 from reprieve.config import parse_duration, parse_size
-from reprieve.errors import ConfigError, InvalidCheckpoint
+from reprieve.errors import ConfigError, InvalidCheckpoint, StorageFull
 from reprieve.storage.disk import Disk, explain
 from reprieve.storage.uri import local_path
 
@@ -151,7 +151,9 @@ class Checkpointer:
         self._background: list[Future[None]] = []
         self._writing: Future[None] | None = None
         self._hurry = threading.Event()
+        self._gave_way = False
         self._saved: set[Path] = set()
+        self._last_saved: int | None = None
         self._verified: Path | None = None
         self._closed = False
 
@@ -167,7 +169,7 @@ class Checkpointer:
             )
             try:
                 resume.clean_up(self._disk, self.root, fresh=fresh)
-                check_room(self.root, first_plan, self.retention, survey(self.root))
+                self._check_room_at_start(first_plan)
             except BaseException:
                 self._owner.release()
                 raise
@@ -226,7 +228,7 @@ class Checkpointer:
     def _save(self, target: Path, details: _Details, background: bool, progress: Progress | None) -> Save:
         start = self._clock.monotonic()
         the_plan = self._plan(details.values)
-        check_room(self.root, the_plan)
+        self._make_room(the_plan)
         self._owner.check()
 
         def manifest(files: Mapping[str, FileEntry]) -> Manifest:
@@ -251,6 +253,7 @@ class Checkpointer:
                 made = manifest(write())
                 commit.commit(self._disk, self.root, folder, made, self._owner, replacing=details.replacing)
             self._saved.add(target)
+            self._last_saved = details.step
 
         save = Save(details.step, target, the_plan.bytes)
         if background and self._staging.has_room(the_plan):
@@ -266,7 +269,7 @@ class Checkpointer:
                 self._hurry.clear()
         save.blocked = timedelta(seconds=self._clock.monotonic() - start)
         self.schedule.saved(details.step)
-        self._background.append(self._thread.submit(partial(self._retire, details.step)))
+        self._background.append(self._thread.submit(self._retire))
         return save
 
     def _reason_to_replace(self, target: Path) -> str | None:
@@ -286,26 +289,49 @@ class Checkpointer:
         check_loadable(the_plan)
         return the_plan
 
-    def _retire(self, saved: int) -> None:
+    def _check_room_at_start(self, the_plan: Plan) -> None:
+        found = survey(self.root)
+        ours = [one for one in found if one.problem is None and one.manifest and one.manifest.run == self.run]
+        self._last_saved = ours[0].step if ours else None
+        doomed = self.retention.doomed(found, self.run, ours[0].step) if ours else []
+        check_room(self.root, the_plan, going=sum(one.bytes for one in doomed))
+        warn_if_tight(self.root, the_plan, self.retention, found)
+
+    def _make_room(self, the_plan: Plan) -> None:
+        """Raise StorageFull unless the plan fits, when all has gone that may go."""
+        try:
+            check_room(self.root, the_plan)
+        except StorageFull:
+            if self._last_saved is None:
+                raise
+            self._thread.submit(self._retire).result()
+            check_room(self.root, the_plan)
+
+    def _retire(self) -> None:
         """Remove what retention no longer wants, once the newest has been read back and verified."""
+        if (saved := self._last_saved) is None:
+            return
         doomed = self.retention.doomed(survey(self.root), self.run, saved)
         if not doomed:
             return
         newest = names.checkpoint(self.root, saved)
         if newest != self._verified:
             try:
-                verify(newest, BlockPool(limit=2), progress=self._stop_in_a_hurry)
+                verify(newest, BlockPool(limit=2), progress=self._give_way)
             except _Hurry:
                 return  # the save that interrupted us is followed by another pass
             except InvalidCheckpoint as error:
                 log.error("nothing is removed: the newest checkpoint did not pass when read back: %s", error)
                 return
             self._verified = newest
+            self._gave_way = False
         with self._explained(), self._owner.committing():
             remove_doomed(self._disk, doomed)
 
-    def _stop_in_a_hurry(self, _count: int) -> None:
-        if self._hurry.is_set():
+    def _give_way(self, _count: int) -> None:
+        """A save that somebody waits for has the disk to itself, but not twice in a row: what is due to go must go."""
+        if self._hurry.is_set() and not self._gave_way:
+            self._gave_way = True
             raise _Hurry
 
     @contextlib.contextmanager
@@ -377,6 +403,7 @@ class Checkpointer:
         if found is None:
             return None
         self._parent = found.path.name
+        self._last_saved = found.step
         self.schedule.saved(found.step)
         manifest = found.manifest
         return Restored(

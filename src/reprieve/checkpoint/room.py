@@ -22,29 +22,36 @@ _MEMORY_MARGIN = 0.1
 """Part of the free memory that staging leaves to others."""
 
 
-def check_room(root: Path, plan: Plan, retention: Retention | None = None, found: Sequence[Found] = ()) -> None:
-    """Raise StorageFull unless one more checkpoint fits; at start-up, warn unless `keep` + 1 do."""
-    free = free_bytes(root)
-    # Sizes are rounded up to pages on the disk; a manifest, a sentinel and the folder come on top.
-    needed = plan.bytes + (len(plan.files) + 4) * PAGE + plan.blocks * 64
+def check_room(root: Path, plan: Plan, going: int = 0) -> None:
+    """Raise StorageFull unless one more checkpoint fits, once so many bytes of older ones have gone."""
+    free, needed = free_bytes(root) + going, _bytes_on_disk(plan)
     if needed > free:
         raise StorageFull(
             28,
             f"no room for a checkpoint in {root}: {format_size(needed)} needed, {format_size(free)} free. "
             "Free some space or lower `keep`",
         )
-    if retention is None or retention.keep is None:
+
+
+def warn_if_tight(root: Path, plan: Plan, retention: Retention, found: Sequence[Found]) -> None:
+    """Say so at start-up if `keep` + 1 checkpoints do not fit."""
+    if retention.keep is None:
         return
     valid = [one for one in found if one.problem is None]
     # The optimizer has no state before its first step: the newest checkpoint knows the size better.
-    size = max([needed, *(one.bytes for one in valid[:1])])
-    missing = (retention.keep + 1 - min(len(valid), retention.keep)) * size - free
+    size = max([_bytes_on_disk(plan), *(one.bytes for one in valid[:1])])
+    missing = (retention.keep + 1 - min(len(valid), retention.keep)) * size - free_bytes(root)
     if missing > 0:
         log.warning(
             "%s has room for fewer than keep + 1 = %d checkpoints of %s: %s more will be needed. "
             "Free some space or lower `keep`",
             root, retention.keep + 1, format_size(size), format_size(missing),
         )  # fmt: skip
+
+
+def _bytes_on_disk(plan: Plan) -> int:
+    """Sizes are rounded up to pages on the disk; a manifest, a sentinel and the folder come on top."""
+    return plan.bytes + (len(plan.files) + 4) * PAGE + plan.blocks * 64
 
 
 class StagingRoom:

@@ -8,6 +8,7 @@ verified by whoever reads them (`restore`, `verify`). A folder without our manif
 from __future__ import annotations
 
 import json
+import os
 import stat
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -47,10 +48,17 @@ def survey(root: Path) -> list[Found]:
         return []
     here, aside = [], []
     for path in root.iterdir():
-        if (step := names.step_of(path)) is not None:
-            here.append(look_at(path, step))
-        elif (step := names.step_of_aside(path)) is not None:
-            aside.append(_set_aside(path, step))
+        try:
+            if (step := names.step_of(path)) is not None:
+                found = look_at(path, step)
+                if found.problem is None or os.path.lexists(path):
+                    here.append(found)
+            elif (step := names.step_of_aside(path)) is not None:
+                aside.append(_set_aside(path, step))
+        except FileNotFoundError:
+            if os.path.lexists(path):
+                raise
+            # Retention took it away while we looked.
     return [
         *sorted(here, key=lambda found: -found.step),
         *sorted(aside, key=lambda found: (-found.step, found.path.name)),
