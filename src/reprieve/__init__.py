@@ -13,11 +13,14 @@ from reprieve.errors import (
     InvalidCheckpoint,
     NothingToResume,
     OwnershipError,
+    RankFailed,
+    RanksError,
     ReprieveError,
     StateError,
     StateMismatch,
     StorageError,
     StorageFull,
+    StoreLost,
     UnsafeState,
 )
 
@@ -33,6 +36,8 @@ __all__ = [
     "InvalidCheckpoint",
     "NothingToResume",
     "OwnershipError",
+    "RankFailed",
+    "RanksError",
     "ReprieveError",
     "Restored",
     "Save",
@@ -40,6 +45,7 @@ __all__ = [
     "StateMismatch",
     "StorageError",
     "StorageFull",
+    "StoreLost",
     "UnsafeState",
     "__version__",
 ]

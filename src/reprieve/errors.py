@@ -10,9 +10,12 @@
     │   └── NothingToResume    something is there, and none of it is valid
     ├── StorageError           the storage refused: permission, read-only, not a folder, an I/O error
     │   └── StorageFull        not enough room; names the bytes needed and the bytes free
-    └── OwnershipError         about who may write to a checkpoint folder
-        ├── FolderInUse        another run, still alive, owns it
-        └── Fenced             a newer attempt of the same run has taken over from us
+    ├── OwnershipError         about who may write to a checkpoint folder
+    │   ├── FolderInUse        another run, still alive, owns it
+    │   └── Fenced             a newer attempt of the same run has taken over from us
+    └── RanksError             the processes of a job could not agree
+        ├── RankFailed         a rank said that it cannot go on, or did not answer in time
+        └── StoreLost          the store that ranks talk through is gone (its host died)
 
 Third-party errors are chained (`raise … from`), never leaked. A message says what happened, to which thing,
 and what to do about it.
@@ -79,3 +82,29 @@ class FolderInUse(OwnershipError):
 
 class Fenced(OwnershipError):
     """A newer attempt of this run has taken over; this process must not write any more."""
+
+
+class RanksError(ReprieveError):
+    """The processes of a job could not agree."""
+
+
+class RankFailed(RanksError):
+    """A rank cannot go on, or did not answer in time. `rank` is None where several are meant."""
+
+    def __init__(self, rank: int | None, reason: str, *, during: str | None = None) -> None:
+        self.rank = rank
+        self.reason = reason
+        self.during = during
+        who = f"rank {rank}: {reason}" if rank is not None else reason
+        super().__init__(f"{during}: {who}" if during else who)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rank_failed, (self.rank, self.reason, self.during)
+
+
+class StoreLost(RanksError):
+    """The store that the ranks talk through cannot be reached any more."""
+
+
+def _rank_failed(rank: int | None, reason: str, during: str | None) -> RankFailed:
+    return RankFailed(rank, reason, during=during)

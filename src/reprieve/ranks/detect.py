@@ -1,0 +1,137 @@
+"""Which ranks are there, and which store do they share? Asked once, at the start of a process.
+
+In this order:
+
+1. `REPRIEVE_STORE` (`tcp://host:port` or `file:///folder`), with `RANK` and `WORLD_SIZE`;
+2. torchrun: a client of our own to the agent's store, which is there before the process group is;
+3. torch.distributed is initialised: rank 0 serves a store, the others learn its address through the process group's;
+4. a world of one.
+
+Keys begin with what tells this start of the job from others in the same store (torchrun's run and restart),
+and with a number that counts the calls in this process: every rank must call `detect` equally often.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import sys
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from reprieve.errors import ConfigError, RankFailed, StoreLost
+from reprieve.ranks.folder_store import FolderStore
+from reprieve.ranks.group import LIMIT, Ranks
+from reprieve.ranks.store import Store, prefixed
+
+if TYPE_CHECKING:
+    from reprieve.ranks.torch_store import TorchStore
+
+_calls = itertools.count()
+
+_served: tuple[Any, Store] | None = None
+"""The process group's store, and the one that we made beside it: served here (rank 0) or found (others)."""
+
+_HELP = "Start it with torchrun, call torch.distributed.init_process_group first, or set REPRIEVE_STORE=tcp://host:port"
+
+
+def detect(limit: timedelta = LIMIT) -> Ranks:
+    """The ranks of this job, with a connection of their own."""
+    number = next(_calls)
+    group = _process_group()
+    address = os.environ.get("REPRIEVE_STORE")
+    torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if group is not None and not address and not torchrun:
+        rank, world_size = group.get_rank(), group.get_world_size()
+    else:
+        rank, world_size = _number("RANK", 0), _number("WORLD_SIZE", 1)
+    if world_size == 1:
+        return Ranks.alone()
+    if address:
+        store = _open(address)
+    elif torchrun:
+        from reprieve.ranks.torch_store import TorchStore
+
+        store = TorchStore(os.environ["MASTER_ADDR"], _number("MASTER_PORT"))
+    elif group is not None:
+        store = _beside_process_group(group, rank, limit)
+    else:
+        raise ConfigError(f"WORLD_SIZE is {world_size}, and there is no store for the ranks to talk through. {_HELP}")
+    start = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")]
+    return Ranks(
+        rank, world_size, prefixed(store, "/".join(["reprieve", *filter(None, start), str(number)])), limit=limit
+    )
+
+
+def _process_group() -> Any:
+    """torch.distributed, if somebody has imported and initialised it."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    return (
+        distributed if distributed is not None and distributed.is_available() and distributed.is_initialized() else None
+    )
+
+
+def _number(name: str, default: int | None = None) -> int:
+    text = os.environ.get(name)
+    if not text and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError:
+        raise ConfigError(f"{name} is {text!r}, and should be a number. {_HELP}") from None
+
+
+def _open(address: str) -> Store:
+    url = urlsplit(address)
+    if url.scheme == "tcp" and url.hostname and url.port:
+        from reprieve.ranks.torch_store import TorchStore
+
+        return TorchStore(url.hostname, url.port)
+    if url.scheme == "file" and url.path and not url.netloc:
+        return FolderStore(url.path)
+    raise ConfigError(f"REPRIEVE_STORE is {address!r}: write tcp://host:port or file:///folder")
+
+
+def _beside_process_group(group: Any, rank: int, limit: timedelta) -> Store:
+    """A client of the store that rank 0 serves for as long as its process lives."""
+    from reprieve.ranks.torch_store import TorchStore
+
+    global _served  # noqa: PLW0603 - there is one default process group a process
+    theirs = group.distributed_c10d._get_default_store()
+    if _served is None or _served[0] is not theirs:
+        if rank == 0:
+            ours = TorchStore.serve()
+            hosts = [host for host in (os.environ.get("MASTER_ADDR"), _own_address(), socket.gethostname()) if host]
+            theirs.set("reprieve/store", " ".join([str(ours.port), *hosts]))
+        else:
+            ours = _find(theirs, limit)
+        _served = (theirs, ours)
+    return _served[1].client()
+
+
+def _find(theirs: Any, limit: timedelta) -> TorchStore:
+    from reprieve.ranks.torch_store import TorchStore
+
+    try:
+        theirs.wait(["reprieve/store"], limit)
+    except RuntimeError as error:
+        raise RankFailed(0, f"did not say within {limit.total_seconds():g} s where its store is") from error
+    port, *hosts = theirs.get("reprieve/store").decode().split()
+    for host in hosts:
+        try:
+            return TorchStore(host, int(port), limit=min(limit, timedelta(seconds=10)))
+        except StoreLost as error:
+            lost = error
+    raise lost
+
+
+def _own_address() -> str | None:
+    """The address by which others likely reach this host. Nothing is sent: to connect UDP is to look up a route."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return None
