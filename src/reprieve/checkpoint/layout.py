@@ -10,11 +10,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from reprieve.checkpoint.blocks import Block
+from reprieve.checkpoint.shards import is_sharded, local_part, own_range, shards_of
 
 
 class Source(Protocol):
@@ -109,9 +110,14 @@ class Segment:
 
     offset: int
     length: int
-    source: Source
+    source: Source | None
+    """None where this rank does not hold them."""
     crc: int = -1
     """The number of the CRC-32 that these bytes count towards; -1 for none."""
+    label: str = ""
+    """The tensor's name, where the bytes are one's."""
+    holders: tuple[int, ...] | None = None
+    """The ranks that hold these bytes; None for all."""
 
 
 @dataclass(slots=True)
@@ -121,7 +127,8 @@ class Deferred:
     offset: int
     length: int
     render: Callable[[list[int]], bytes]
-    crc: int = -1
+    needs: int | None
+    """The number of the one CRC that it needs; None for all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +136,8 @@ class Pickled:
     """A pickle with its storages left out."""
 
     data: bytes
-    storages: list[torch.UntypedStorage]
-    """In the order of their keys."""
+    storages: list[Any]
+    """Storages, and tensors spread over ranks that stand for one, in the order of their keys."""
     used: set[object]
     """The classes and functions that loading it will look up."""
 
@@ -151,6 +158,9 @@ class FileLayout:
     pickled: Pickled | None = field(default=None, repr=False)
     """What of it is a pickle, if anything is."""
 
+    by_all: bool = False
+    """Every rank has this layout and writes a part of it; otherwise the file is this rank's alone."""
+
 
 class LayoutBuilder:
     """Appends segments one after the other."""
@@ -167,19 +177,47 @@ class LayoutBuilder:
             self._segments.append(Segment(self.size, len(data), BytesSource(data)))
             self.size += len(data)
 
-    def add_source(self, source: Source, length: int, *, crc: bool = False, device: torch.device | None = None) -> int:
-        """The number of its CRC, if asked for, else -1."""
-        number = self.crcs if crc else -1
-        self.crcs += crc
+    def add_source(
+        self,
+        source: Source | None,
+        length: int,
+        *,
+        crc: int = -1,
+        device: torch.device | None = None,
+        label: str = "",
+        holders: tuple[int, ...] | None = None,
+    ) -> None:
         if length:
-            self._segments.append(Segment(self.size, length, source, number))
+            self._segments.append(Segment(self.size, length, source, crc, label, holders))
             self.size += length
         if device is not None and device.type != "cpu":
             self._devices.add(device)
-        return number
 
-    def add_deferred(self, length: int, render: Callable[[list[int]], bytes]) -> None:
-        self._segments.append(Deferred(self.size, length, render))
+    def add_tensor(
+        self, name: str, tensor: torch.Tensor, *, crc: int = -1, holders: tuple[int, ...] | None = None
+    ) -> None:
+        """A tensor's bytes in row-major order. Of one that is spread over ranks, those that this rank holds."""
+        tensor = tensor.detach()
+        if not is_sharded(tensor):
+            self.add_source(
+                source_of(tensor) if tensor.nbytes else None, tensor.nbytes,
+                crc=crc, device=tensor.device, label=name, holders=holders,
+            )  # fmt: skip
+            return
+        own, local = own_range(name, tensor), local_part(tensor)
+        for shard in shards_of(name, tensor):
+            source = source_of(local) if (shard.start, shard.stop) == own else None
+            self.add_source(
+                source, shard.stop - shard.start, crc=crc, device=local.device, label=name, holders=shard.holders
+            )
+
+    def new_crc(self) -> int:
+        """The number of a CRC that segments can count towards."""
+        self.crcs += 1
+        return self.crcs - 1
+
+    def add_deferred(self, length: int, render: Callable[[list[int]], bytes], *, needs: int | None) -> None:
+        self._segments.append(Deferred(self.size, length, render, needs))
         self.size += length
 
     def build(self, pickled: Pickled | None = None) -> FileLayout:

@@ -7,6 +7,7 @@ docs/format.md describes it for other implementations.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Any
 from reprieve.checkpoint.blocks import BLOCK_BYTES
 from reprieve.checkpoint.checksum import digest_of, file_digest
 from reprieve.errors import InvalidCheckpoint
+from reprieve.storage.disk import PAGE
 
 MANIFEST = "reprieve-manifest.json"
 SENTINEL = "checkpoint-is-incomplete.txt"
@@ -36,10 +38,38 @@ class FileEntry:
     """Over the blocks' checksums."""
     blocks: Sequence[str]
     """XXH3-128 of each block of the file, the last one shorter."""
+    starts: Sequence[int] | None = None
+    """Where each block starts, in a file that several ranks wrote; otherwise every `block_bytes`."""
 
     @classmethod
-    def of(cls, size: int, blocks: Sequence[str]) -> FileEntry:
-        return cls(size, file_digest(blocks), tuple(blocks))
+    def of(cls, size: int, blocks: Sequence[str], starts: Sequence[int] | None = None) -> FileEntry:
+        return cls(size, file_digest(blocks), tuple(blocks), None if starts is None else tuple(starts))
+
+    def edges(self, block_bytes: int) -> list[int]:
+        """Where the blocks start, and where the last one ends."""
+        if self.starts is None:
+            return [*range(0, self.bytes, block_bytes), self.bytes]
+        return [*self.starts, self.bytes]
+
+    def _check(self, name: str, block_bytes: int) -> None:
+        if type(self.bytes) is not int or self.bytes < 0:
+            raise InvalidCheckpoint(f"{MANIFEST} has no sensible size for {name}")
+        if self.starts is not None and not (
+            isinstance(self.starts, list | tuple)
+            and all(type(start) is int and start % PAGE == 0 for start in self.starts)
+            and list(self.starts[:1]) == [0] * bool(self.bytes)
+        ):
+            raise InvalidCheckpoint(f"{MANIFEST} has no sensible starts of blocks for {name}")
+        # Counted before anything is made of it: a hostile size must not become a list of that length.
+        wanted = -(-self.bytes // block_bytes) if self.starts is None else len(self.starts)
+        blocks = self.blocks if isinstance(self.blocks, list | tuple) else []
+        if len(blocks) != wanted or not all(isinstance(one, str) and _DIGEST.fullmatch(one) for one in blocks):
+            raise InvalidCheckpoint(f"{MANIFEST} does not have a checksum for each block of {name}")
+        edges = itertools.pairwise(self.edges(block_bytes))
+        if any(not 0 < after - before <= block_bytes for before, after in edges):
+            raise InvalidCheckpoint(f"{MANIFEST} has blocks of {name} that are empty or too large")
+        if self.xxh3_128 != file_digest(self.blocks):
+            raise InvalidCheckpoint(f"{MANIFEST}: the checksum of {name} does not match those of its blocks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +98,9 @@ class Manifest:
 
     def encode(self) -> bytes:
         body = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        for entry in body["files"].values():
+            if entry["starts"] is None:
+                del entry["starts"]
         document = {"manifest": body, "xxh3_128": digest_of(_canonical(body))}
         return json.dumps(document, sort_keys=True, indent=1).encode() + b"\n"
 
@@ -114,12 +147,7 @@ class Manifest:
             if not good:
                 raise InvalidCheckpoint(f"{MANIFEST} has no sensible {name}")
         for name, entry in self.files.items():
-            wanted = -(-entry.bytes // self.block_bytes) if type(entry.bytes) is int and entry.bytes >= 0 else -1
-            blocks = entry.blocks if isinstance(entry.blocks, list | tuple) else []
-            if len(blocks) != wanted or not all(isinstance(one, str) and _DIGEST.fullmatch(one) for one in blocks):
-                raise InvalidCheckpoint(f"{MANIFEST} does not have a checksum for each block of {name}")
-            if entry.xxh3_128 != file_digest(entry.blocks):
-                raise InvalidCheckpoint(f"{MANIFEST}: the checksum of {name} does not match those of its blocks")
+            entry._check(name, self.block_bytes)
 
 
 def read_manifest(folder: Path) -> Manifest:

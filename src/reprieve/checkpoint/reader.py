@@ -1,16 +1,17 @@
 """Files become bytes in memory again, verified block by block while they are read: one pass, nothing trusted unread.
 
 A restore first asks for the parts that say what is where (headers, directories, pickles: `CheckpointFile.read`), then
-adds targets (ranges of the file and where they go) and lets `Reader.run` stream every block of every file once:
-read → XXH3 against the manifest → scatter to the targets. Blocks without a target are verified all the same.
+adds targets (ranges of the file and where they go) and lets `Reader.run` stream the blocks of every file once:
+read → XXH3 against the manifest → scatter to the targets. Blocks without a target are verified all the same, unless
+the file is read by ranks that each need only a part of it. Neighbouring small blocks are read as one span.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -50,12 +51,40 @@ class Target:
     sink: Sink
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Blocks [first, last) of a file, read at once."""
+
+    file: CheckpointFile
+    first: int
+    last: int
+
+    @property
+    def start(self) -> int:
+        return self.file.edges[self.first]
+
+    @property
+    def length(self) -> int:
+        return self.file.edges[self.last] - self.start
+
+
+class ReadTogether(Protocol):
+    """Ranks that each read a part of the same spans and give each other the rest."""
+
+    def read(self, spans: Sequence[Span], *, progress: Callable[[int], None] | None) -> None:
+        """Load, exchange and deliver them. Called with the same spans on every rank."""
+
+
 class CheckpointFile:
     """One file of a checkpoint, open for reading. Without an entry (a foreign file) there is nothing to verify."""
 
     def __init__(self, reader: Reader, folder: Path, name: str, entry: FileEntry | None) -> None:
         self.name = name
         self.targets: list[Target] = []
+        self.only_targets = False
+        """Blocks without a target are somebody else's to read and to verify."""
+        self.shared = False
+        """Every rank needs all of it: each reads a part, and gets the rest from the others."""
         self._reader = reader
         self._folder = folder
         self._entry = entry
@@ -64,13 +93,12 @@ class CheckpointFile:
         if entry is not None and self.size != entry.bytes:
             self.close()
             raise self.bad(f"has {self.size:,} bytes, the manifest says {entry.bytes:,}")
+        whole = entry if entry is not None else FileEntry(self.size, "", ())
+        self.edges = whole.edges(reader.block_bytes)
+        """Where the blocks start, and where the last one ends."""
 
     def bad(self, what: str) -> InvalidCheckpoint:
         return InvalidCheckpoint(f"{self.name} {what}", path=self._folder)
-
-    @property
-    def blocks(self) -> int:
-        return -(-self.size // self._reader.block_bytes)
 
     def read(self, start: int, stop: int) -> bytes:
         """Verified bytes, for the parts that say what is where."""
@@ -79,20 +107,18 @@ class CheckpointFile:
         if self._entry is None:
             with self._file.path.open("rb", buffering=0) as plain:
                 return os.pread(plain.fileno(), stop - start, start)
-        size = self._reader.block_bytes
         out = bytearray()
-        for index in range(start // size, -(-stop // size)):
+        for index in range(bisect_right(self.edges, start) - 1, bisect_left(self.edges, stop)):
             block, keep = self._reader.metadata_block(self, index)
-            base = index * size
-            out += block.view[max(start - base, 0) : min(stop - base, size)]
+            base = self.edges[index]
+            out += block.view[max(start - base, 0) : min(stop, self.edges[index + 1]) - base]
             if not keep:
                 self._reader.pool.give(block)
         return bytes(out)
 
-    def load(self, index: int, block: Block) -> int:
-        """One block from the disk; its length. Not verified yet."""
-        start = index * self._reader.block_bytes
-        length = min(self._reader.block_bytes, self.size - start)
+    def load(self, span: Span, block: Block) -> None:
+        """Blocks from the disk. Not verified yet."""
+        start, length = span.start, span.length
         wanted = -(-length // PAGE) * PAGE if self._file.direct else length
         try:
             done = read_into(self._file, block.view[:wanted], start)
@@ -100,23 +126,23 @@ class CheckpointFile:
             raise self.bad(f"cannot be read at byte {start:,}: {error.strerror}") from error
         if done < length:
             raise self.bad(f"ends at byte {start + done:,} while being read; {self.size:,} expected")
-        return length
 
-    def deliver(self, index: int, block: Block, length: int, *, verified: bool) -> None:
-        """Check the block and hand its bytes to the targets, a stride at a time while it is in the cache."""
-        base = index * self._reader.block_bytes
-        digest = None if verified or self._entry is None else BlockHash()
-        started = [target.sink for target in self._put(block, base, base, base + length, asynchronous=True)]
-        for start in range(base, base + length, _STRIDE):
-            stop = min(start + _STRIDE, base + length)
+    def deliver(self, span: Span, block: Block, *, verified: bool = False) -> None:
+        """Check the blocks and hand their bytes to the targets, a stride at a time while it is in the cache."""
+        base = span.start
+        started = [target.sink for target in self._put(block, base, base, base + span.length, asynchronous=True)]
+        for index in range(span.first, span.last):
+            digest = None if verified or self._entry is None else BlockHash()
+            for start in range(self.edges[index], self.edges[index + 1], _STRIDE):
+                stop = min(start + _STRIDE, self.edges[index + 1])
+                if digest is not None:
+                    digest.update(block.view[start - base : stop - base])
+                for _ in self._put(block, base, start, stop, asynchronous=False):
+                    pass
             if digest is not None:
-                digest.update(block.view[start - base : stop - base])
-            for _ in self._put(block, base, start, stop, asynchronous=False):
-                pass
+                self.check(index, digest.hexdigest())
         for sink in started:
             sink.finish()
-        if digest is not None:
-            self.check(index, digest.hexdigest())
 
     def _put(self, block: Block, base: int, start: int, stop: int, *, asynchronous: bool) -> Iterator[Target]:
         """Hand bytes [start, stop) of the file to the targets of one kind; those that took some."""
@@ -131,9 +157,37 @@ class CheckpointFile:
 
     def check(self, index: int, digest: str) -> None:
         if self._entry is not None and digest != self._entry.blocks[index]:
-            start = index * self._reader.block_bytes
-            end = min(start + self._reader.block_bytes, self.size)
+            start, end = self.edges[index : index + 2]
             raise self.bad(f"is damaged: block {index} (bytes {start:,} to {end:,}) does not match its checksum")
+
+    def spans(self, without: Collection[int] = ()) -> Iterator[Span]:
+        """The blocks that have to be read, neighbours together as far as they fit into a block of memory."""
+        first: int | None = None
+        last = 0
+        for index in self._wanted():
+            if index in without:
+                continue
+            if first is not None and (index != last or self.edges[index + 1] - self.edges[first] > BLOCK_BYTES):
+                yield Span(self, first, last)
+                first = None
+            if first is None:
+                first = index
+            last = index + 1
+        if first is not None:
+            yield Span(self, first, last)
+
+    def _wanted(self) -> list[int] | range:
+        if not self.only_targets:
+            return range(len(self.edges) - 1)
+        return sorted(
+            {
+                index
+                for target in self.targets
+                for index in range(
+                    bisect_right(self.edges, target.offset) - 1, bisect_left(self.edges, target.offset + target.length)
+                )
+            }
+        )
 
     def close(self) -> None:
         file, self._file = self._file, OpenFile(self._file.path, -1, False)
@@ -183,8 +237,9 @@ class Reader:
         block = self.pool.take()
         assert block is not None
         try:
-            length = file.load(index, block)
-            file.check(index, BlockHash(block.view[:length]).hexdigest())
+            span = Span(file, index, index + 1)
+            file.load(span, block)
+            file.check(index, BlockHash(block.view[: span.length]).hexdigest())
         except BaseException:
             self.pool.give(block)
             raise
@@ -193,26 +248,39 @@ class Reader:
             self._kept[(file.name, index)] = block
         return block, keep
 
-    def run(self, *, progress: Callable[[int], None] | None = None) -> None:
-        """Read every block of every opened file. Raises the first InvalidCheckpoint; targets may then hold anything."""
+    def run(self, *, together: ReadTogether | None = None, progress: Callable[[int], None] | None = None) -> None:
+        """Read every opened file. Raises the first InvalidCheckpoint; targets may then hold anything.
+
+        Files that are marked as shared are read together with the other ranks.
+        """
+        files = sorted(self._files.values(), key=lambda file: -file.size)
+        for file in files:
+            file.targets.sort(key=lambda target: target.offset)
+        if together is not None:
+            # First: a rank that has found a bad block elsewhere would leave the others waiting here.
+            shared = [file for file in files if file.shared]
+            for file in shared:
+                for index in [index for name, index in self._kept if name == file.name]:
+                    self.pool.give(self._kept.pop((file.name, index)))
+            together.read([span for file in shared for span in file.spans()], progress=progress)
+            files = [file for file in files if not file.shared]
+        self._run_alone(files, progress)
+
+    def _run_alone(self, files: Sequence[CheckpointFile], progress: Callable[[int], None] | None) -> None:
         failed = threading.Event()
 
-        def one(work: tuple[CheckpointFile, int]) -> None:
-            file, index = work
-            if failed.is_set():
-                return
-            block = self._kept.pop((file.name, index), None)
+        def one(span: Span, block: Block | None = None) -> None:
             verified = block is not None
             try:
-                block = block or self.pool.take()
-                assert block is not None
-                if verified:
-                    length = min(self.block_bytes, file.size - index * self.block_bytes)
-                else:
-                    length = file.load(index, block)
-                file.deliver(index, block, length, verified=verified)
+                if failed.is_set():
+                    return
+                if block is None:
+                    block = self.pool.take()
+                    assert block is not None
+                    span.file.load(span, block)
+                span.file.deliver(span, block, verified=verified)
                 if progress is not None:
-                    progress(length)
+                    progress(span.length)
             except BaseException:
                 failed.set()
                 raise
@@ -220,18 +288,15 @@ class Reader:
                 if block is not None:
                     self.pool.give(block)
 
-        for file in self._files.values():
-            file.targets.sort(key=lambda target: target.offset)
         # Kept blocks first: that frees them for the others.
-        work = sorted(self._work(), key=lambda item: (item[0].name, item[1]) not in self._kept)
+        kept, self._kept = self._kept, {}
+        work = [partial(one, Span(self._files[name], index, index + 1), block) for (name, index), block in kept.items()]
+        for file in files:
+            without = {index for name, index in kept if name == file.name}
+            work += [partial(one, span) for span in file.spans(without)]
         threads = Workers(READERS, "reprieve-read")
         try:
-            for done in [threads.submit(partial(one, item)) for item in work]:
+            for done in [threads.submit(item) for item in work]:
                 done.result()
         finally:
             threads.join()
-
-    def _work(self) -> Iterable[tuple[CheckpointFile, int]]:
-        for file in sorted(self._files.values(), key=lambda file: -file.size):
-            for index in range(file.blocks):
-                yield file, index

@@ -8,11 +8,12 @@ maps the other names to it, in the way `safetensors.torch.save_model` does.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 
-from reprieve.checkpoint.layout import FileLayout, LayoutBuilder, bytes_layout, source_of
+from reprieve.checkpoint.layout import FileLayout, LayoutBuilder, bytes_layout
+from reprieve.checkpoint.shards import is_sharded, whole_bytes
 from reprieve.errors import StateError
 
 _HEADER_ALIGNMENT = 64
@@ -36,7 +37,8 @@ def can_hold(value: object) -> bool:
     """Is this a plain tensor of a type that safetensors knows?"""
     return (
         isinstance(value, torch.Tensor)
-        and type(value) in (torch.Tensor, torch.nn.Parameter)  # subclasses carry more than their bytes
+        # Subclasses carry more than their bytes; but for those whose bytes are spread over ranks.
+        and (type(value) in (torch.Tensor, torch.nn.Parameter) or is_sharded(value))
         and value.dtype in _CODES
         and value.layout is torch.strided
         and not value.is_quantized
@@ -44,25 +46,37 @@ def can_hold(value: object) -> bool:
 
 
 def layout_safetensors(
-    name: str, tensors: Mapping[str, torch.Tensor], *, shard_bytes: int, metadata: Mapping[str, str] | None = None
+    name: str,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    shard_bytes: int,
+    ties: Mapping[str, str] | None = None,
+    of_rank_0: Collection[str] = (),
 ) -> list[FileLayout]:
-    """`name.safetensors`, or above `shard_bytes` `name-00001-of-0000n.safetensors` with the stock index file."""
-    kept, tied = _fold_ties(tensors)
-    metadata = {_FORMAT: "pt", **(metadata or {}), **tied}
+    """`name.safetensors`, or above `shard_bytes` `name-00001-of-0000n.safetensors` with the stock index file.
+
+    `ties`: names whose tensor is known to be that of another name; others are found by their memory.
+    `of_rank_0`: tensors that are not the same on all ranks, of which rank 0's are written.
+    """
+    kept, tied = _fold_ties(tensors, ties or {})
+    metadata = {_FORMAT: "pt", **tied}
     shards = _split(kept, shard_bytes)
     if len(shards) == 1:
-        return [_layout_one(f"{name}.safetensors", shards[0], metadata)]
+        return [_layout_one(f"{name}.safetensors", shards[0], metadata, of_rank_0)]
     names = [f"{name}-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
     index = {
-        "metadata": {"total_size": sum(tensor.nbytes for tensor in kept.values())},
+        "metadata": {"total_size": sum(whole_bytes(tensor) for tensor in kept.values())},
         "weight_map": {key: file for file, shard in zip(names, shards, strict=True) for key in shard},
     }
-    layouts = [_layout_one(file, shard, metadata) for file, shard in zip(names, shards, strict=True)]
+    layouts = [_layout_one(file, shard, metadata, of_rank_0) for file, shard in zip(names, shards, strict=True)]
     return [*layouts, bytes_layout(f"{name}.safetensors.index.json", json.dumps(index, indent=2).encode() + b"\n")]
 
 
-def _layout_one(name: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> FileLayout:
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+def _layout_one(
+    name: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], of_rank_0: Collection[str]
+) -> FileLayout:
+    # Those of one rank side by side: the more there is in one piece, the better it can be divided among the ranks.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0] in of_rank_0, item[0]))
     header: dict[str, object] = {"__metadata__": metadata}
     position = 0
     for key, tensor in ordered:
@@ -74,27 +88,32 @@ def _layout_one(name: str, tensors: Mapping[str, torch.Tensor], metadata: Mappin
         header[key] = {
             "dtype": _CODES[tensor.dtype],
             "shape": list(tensor.shape),
-            "data_offsets": [position, position + tensor.nbytes],
+            "data_offsets": [position, position + whole_bytes(tensor)],
         }
-        position += tensor.nbytes
+        position += whole_bytes(tensor)
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _HEADER_ALIGNMENT)
     builder = LayoutBuilder(name)
     builder.add_bytes(len(text).to_bytes(8, "little") + text)
-    for _, tensor in ordered:
-        if tensor.nbytes:
-            builder.add_source(source_of(tensor.detach()), tensor.nbytes, device=tensor.device)
+    for key, tensor in ordered:
+        builder.add_tensor(key, tensor, holders=(0,) if key in of_rank_0 else None)
     return builder.build()
 
 
-def _fold_ties(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def _fold_ties(
+    tensors: Mapping[str, torch.Tensor], ties: Mapping[str, str]
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Tensors under their first name, and the other names of each. Views that overlap without being the same tensor
     are kept apart: their values come back, which is all that loading into a live model needs."""
     kept: dict[str, torch.Tensor] = {}
     tied: dict[str, str] = {}
     first: dict[tuple[object, ...], str] = {}
     for key, tensor in tensors.items():
-        if tensor.nbytes == 0 or tensor.is_meta or key == _FORMAT:
+        if ties.get(key) in kept and key != _FORMAT:
+            tied[key] = ties[key]
+            continue
+        # Memory says nothing about one that is spread over ranks: a rank may hold none of it.
+        if tensor.nbytes == 0 or tensor.is_meta or key == _FORMAT or is_sharded(tensor):
             kept[key] = tensor
             continue
         lazy = tensor.is_conj(), tensor.is_neg()  # views that show other values than their memory holds
@@ -111,9 +130,10 @@ def _split(tensors: Mapping[str, torch.Tensor], shard_bytes: int) -> list[dict[s
     shards: list[dict[str, torch.Tensor]] = [{}]
     used = 0
     for key, tensor in tensors.items():
-        if used and used + tensor.nbytes > shard_bytes:
+        size = whole_bytes(tensor)
+        if used and used + size > shard_bytes:
             shards.append({})
             used = 0
         shards[-1][key] = tensor
-        used += tensor.nbytes
+        used += size
     return shards

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 import struct
 import sys
 import zlib
@@ -23,6 +24,7 @@ import torch
 
 from reprieve.checkpoint.garbage import collection_paused
 from reprieve.checkpoint.layout import DeviceSource, FileLayout, HostSource, LayoutBuilder, Pickled, Source
+from reprieve.checkpoint.shards import is_sharded, local_part, whole_bytes
 from reprieve.errors import StateError
 
 _ALIGNMENT = 64
@@ -34,10 +36,13 @@ ARCHIVE_COMMENT = b"reprieve: data at the next multiple of 64"
 """The zip's comment: a reader need not visit each local header to know where its record starts."""
 
 
-def layout_torch(name: str, obj: object) -> FileLayout:
-    """What `torch.save(obj, name)` would write, as a layout. Nothing of the tensors is copied."""
+def layout_torch(name: str, obj: object, *, by_all: bool = False) -> FileLayout:
+    """What `torch.save(obj, name)` would write, as a layout. Nothing of the tensors is copied.
+
+    `by_all`: every rank writes a part of the file, so it must not depend on which GPU a rank has.
+    """
     with collection_paused():
-        pickled = pickle_without_data(name, obj)
+        pickled = pickle_without_data(name, obj, by_all=by_all)
         archive = _Archive(name)
         archive.add_known("data.pkl", pickled.data)
         archive.add_known("byteorder", sys.byteorder.encode())
@@ -47,9 +52,9 @@ def layout_torch(name: str, obj: object) -> FileLayout:
         return archive.build(pickled)
 
 
-def pickle_without_data(name: str, obj: object) -> Pickled:
+def pickle_without_data(name: str, obj: object, *, by_all: bool = False) -> Pickled:
     out = io.BytesIO()
-    pickler = _StoragePickler(out)
+    pickler = _StoragePickler(out, by_all=by_all)
     try:
         pickler.dump(obj)
     except _MetaTensor as error:
@@ -90,9 +95,10 @@ _ATOMS = frozenset((int, str, bool, float, type(None), bytes, tuple, list, dict,
 
 
 class _StoragePickler(pickle.Pickler):
-    def __init__(self, out: io.BytesIO) -> None:
+    def __init__(self, out: io.BytesIO, *, by_all: bool) -> None:
         super().__init__(out, protocol=2)
-        self.storages: list[torch.UntypedStorage] = []
+        self._by_all = by_all
+        self.storages: list[Any] = []
         self.used: set[object] = set()
         self._keys: dict[int, tuple[str, Any]] = {}
 
@@ -114,6 +120,12 @@ class _StoragePickler(pickle.Pickler):
         if isinstance(obj, torch.Tensor):
             if obj.is_meta:
                 raise _MetaTensor(obj)
+            if is_sharded(obj):
+                # As the whole tensor, for whoever loads the file; its bytes come from the ranks that hold them.
+                return torch._utils._rebuild_tensor_v2, (
+                    _Reference(self._refer_to_shards(obj)), 0, tuple(obj.shape), _row_major(obj.shape), False,
+                    OrderedDict(),
+                )  # fmt: skip
             if _is_plain(obj):
                 # What the tensor's own __reduce_ex__ gives, five times as fast.
                 storage = obj.untyped_storage()
@@ -139,8 +151,28 @@ class _StoragePickler(pickle.Pickler):
                 f"the same memory is held as {first.__name__} and as {kind.__name__}, which the format of torch.save "
                 "cannot tell apart: save a clone of one of them"
             )
-        location = "cpu" if storage.device.type == "cpu" else torch.serialization.location_tag(storage)
-        return ("storage", kind, key, location, count)
+        return ("storage", kind, key, self._location(storage), count)
+
+    def _refer_to_shards(self, tensor: Any) -> tuple[str, Any, str, str, int]:
+        if tensor.dtype not in KINDS:
+            raise StateError(f"tensors of {tensor.dtype} that are spread over ranks cannot be saved")
+        # Not by its memory, of which a rank may hold none: every rank must give it the same key.
+        known = self._keys.setdefault(id(tensor), (str(len(self.storages)), KINDS[tensor.dtype]))
+        if int(known[0]) == len(self.storages):
+            self.storages.append(tensor)
+        return ("storage", known[1], known[0], self._location(local_part(tensor).untyped_storage()), tensor.numel())
+
+    def _location(self, storage: torch.UntypedStorage) -> str:
+        """Where `torch.load` puts it."""
+        tag: str = "cpu" if storage.device.type == "cpu" else torch.serialization.location_tag(storage)
+        return re.sub(r":\d+$", ":0", tag) if self._by_all else tag
+
+
+def _row_major(shape: torch.Size) -> tuple[int, ...]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(size, 1))
+    return tuple(reversed(strides)) if shape else ()
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -210,15 +242,21 @@ class _Archive:
         self._header(_Record((_ROOT + name).encode(), self._layout.size, len(data), zlib.crc32(data), True))
         self._layout.add_bytes(data)
 
-    def add_storage(self, name: str, storage: torch.UntypedStorage) -> None:
-        size = storage.nbytes()
-        record = _Record((_ROOT + name).encode(), self._layout.size, size, self._layout.crcs, False)
+    def add_storage(self, name: str, storage: Any) -> None:
+        """A storage, or a tensor that is spread over ranks and stands for one."""
+        size = whole_bytes(storage) if is_sharded(storage) else storage.nbytes()
+        record = _Record((_ROOT + name).encode(), self._layout.size, size, self._layout.new_crc(), False)
         self._header(record)
-        self._layout.add_source(_storage_source(storage), size, crc=True, device=storage.device)
+        if is_sharded(storage):
+            self._layout.add_tensor(name, storage, crc=record.crc)
+        else:
+            source = _storage_source(storage)
+            self._layout.add_source(source, size, crc=record.crc, device=storage.device, label=name)
         sizes = "QQ" if record.large else "II"
         self._layout.add_deferred(
             struct.calcsize("<4sI" + sizes),
             lambda crcs: struct.pack("<4sI" + sizes, b"PK\x07\x08", crcs[record.crc], size, size),
+            needs=record.crc,
         )
 
     def _header(self, record: _Record) -> None:
@@ -255,7 +293,7 @@ class _Archive:
     def build(self, pickled: Pickled) -> FileLayout:
         start = self._layout.size
         length = sum(46 + len(record.name) + len(record.directory_extra) for record in self._records)
-        self._layout.add_deferred(length, self._directory)
+        self._layout.add_deferred(length, self._directory, needs=None)
         count, end = len(self._records), start + length
         if count >= 0xFFFF or end >= _ZIP32_MAX:
             self._layout.add_bytes(

@@ -60,6 +60,10 @@ class Disk:
             raise
         return file
 
+    def open(self, path: Path) -> OpenFile:
+        """A file that another rank created, to write a part of it."""
+        return _open(path, os.O_RDWR)
+
     def write(self, file: OpenFile, data: memoryview, offset: int) -> None:
         """All of `data`, which is page-aligned and a whole number of pages when the file is direct."""
         while data:
