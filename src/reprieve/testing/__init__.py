@@ -1,1 +1,35 @@
-"""Placeholder."""
+"""Tests of distributed training with real processes, real signals, and faults that read as scenarios.
+
+from reprieve.testing import kill, run_ranks
+
+results = run_ranks(3, save_together, folder, faults=[kill(rank=1, at="publish commit")])
+assert results[1].signal == signal.SIGKILL
+assert results[0].error.type == "RankFailed"
+"""
+
+from __future__ import annotations
+
+from reprieve.testing.child import disk
+from reprieve.testing.disks import FullDisk, SlowDisk
+from reprieve.testing.faults import Fault, fail, full_disk, kill, pause, slow_disk, terminate
+from reprieve.testing.result import Failure, Result, values
+from reprieve.testing.run import RunningRanks, run_ranks, start_ranks
+
+__all__ = [
+    "Failure",
+    "Fault",
+    "FullDisk",
+    "Result",
+    "RunningRanks",
+    "SlowDisk",
+    "disk",
+    "fail",
+    "full_disk",
+    "kill",
+    "pause",
+    "run_ranks",
+    "slow_disk",
+    "start_ranks",
+    "terminate",
+    "values",
+]

@@ -1,0 +1,266 @@
+"""`run_ranks`: the same function in n real processes, as under torchrun, with faults."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import select
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from reprieve.config import parse_duration
+from reprieve.errors import ConfigError
+from reprieve.testing.child import Task
+from reprieve.testing.faults import Fault
+from reprieve.testing.fork_server import fork_server
+from reprieve.testing.result import Result
+
+if TYPE_CHECKING:
+    from reprieve.ranks.torch_store import TorchStore
+
+_TO_SHOW_STACKS_S = 2.0
+"""How long a rank whose time is up has to write where its threads are."""
+
+
+def run_ranks(
+    n: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    store: str = "tcp",
+    backend: str | None = "gloo",
+    faults: Iterable[Fault] = (),
+    timeout: str | float | timedelta = "60s",
+    env: Mapping[str, str | None] | None = None,
+    store_host: int | None = None,
+    group_timeout: str | float | timedelta = "30s",
+) -> list[Result]:
+    """Run `fn(*args)` in `n` processes; what became of each, by rank.
+
+    `fn`: a function at the top level of a module that can be imported (or of the script itself).
+    `store`: what `REPRIEVE_STORE` names in the ranks: "tcp" (torch's store) or "folder".
+    `backend`: torch.distributed is initialised with it before `fn` is called; None leaves it alone.
+    `faults`: what happens to whom: `kill`, `terminate`, `pause`, `fail`, `slow_disk`, `full_disk`.
+    `timeout`: a rank that takes longer is killed, and its result says so.
+    `env`: on top of this process's environment; None removes a name.
+    `store_host`: the rank that serves the store; by default this process does, as torchrun's agent would.
+    `group_timeout`: of the process group: how long a collective waits for a dead rank.
+    """
+    with start_ranks(
+        n,
+        fn,
+        *args,
+        store=store,
+        backend=backend,
+        faults=faults,
+        timeout=timeout,
+        env=env,
+        store_host=store_host,
+        group_timeout=group_timeout,
+    ) as ranks:
+        return ranks.wait()
+
+
+def start_ranks(
+    n: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    store: str = "tcp",
+    backend: str | None = "gloo",
+    faults: Iterable[Fault] = (),
+    timeout: str | float | timedelta = "60s",
+    env: Mapping[str, str | None] | None = None,
+    store_host: int | None = None,
+    group_timeout: str | float | timedelta = "30s",
+) -> RunningRanks:
+    """As `run_ranks`, for tests that do something to the ranks while they run.
+
+    with start_ranks(3, train) as ranks:
+        ranks.signal(1, signal.SIGTERM)
+        results = ranks.wait()
+    """
+    if store not in ("tcp", "folder"):
+        raise ConfigError(f"store={store!r}: there are 'tcp' and 'folder'")
+    if store_host is not None and store != "tcp":
+        raise ConfigError("only a 'tcp' store has a host")
+    call = pickle.dumps((fn, args))
+    folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+    served = []
+    try:
+        environment = {**os.environ, **_environment(n)}
+        if store == "folder":
+            environment["REPRIEVE_STORE"] = f"file://{folder}/keys"
+        elif store_host is None:
+            served.append(_serve())
+            environment["REPRIEVE_STORE"] = f"tcp://127.0.0.1:{served[-1].port}"
+        else:
+            environment.pop("REPRIEVE_STORE", None)
+        group = _serve() if backend is not None else None
+        served += [group] if group is not None else []
+        for name, value in (env or {}).items():
+            environment.pop(name, None)
+            if value is not None:
+                environment[name] = value
+        tasks = [
+            Task(
+                rank=rank,
+                world_size=n,
+                folder=folder,
+                environment={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                search_path=list(sys.path),
+                working_folder=str(Path.cwd()),
+                main=_main_script() if fn.__module__ == "__main__" else None,
+                call=call,
+                faults=list(faults),
+                serves_store=rank == store_host,
+                backend=backend,
+                group_port=group.port if group is not None else None,
+                group_limit=parse_duration(group_timeout),
+            )
+            for rank in range(n)
+        ]
+        return RunningRanks(tasks, parse_duration(timeout), folder, served)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+class RunningRanks:
+    """Processes that run. They end, at the latest, with the `with` block."""
+
+    def __init__(self, tasks: list[Task], timeout: timedelta, folder: Path, served: list[TorchStore]) -> None:
+        self._folder = folder
+        self._served = served
+        self._server = fork_server()
+        self._ranks: list[_Rank] = []
+        try:
+            for task in tasks:
+                task.file("task").write_bytes(pickle.dumps(task))
+                self._ranks.append(_Rank(task, *self._server.start(task.file("task"))))
+        except BaseException:
+            self.close()
+            raise
+        self._end = time.monotonic() + timeout.total_seconds()
+
+    @property
+    def pids(self) -> list[int]:
+        return [rank.pid for rank in self._ranks]
+
+    def signal(self, rank: int, number: int) -> None:
+        """Send a signal to a rank; to one that has ended, nothing happens."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._ranks[rank].pidfd, number)
+
+    def wait(self) -> list[Result]:
+        """Wait until all have ended, or their time is up."""
+        self._watch(self._end)
+        late = [rank for rank in self._ranks if rank.status is None]
+        for rank in late:
+            rank.timed_out = True
+            self.signal(rank.task.rank, signal.SIGABRT)
+        self._watch(time.monotonic() + _TO_SHOW_STACKS_S)
+        self._kill()
+        return [rank.result() for rank in self._ranks]
+
+    def close(self) -> None:
+        self._kill()
+        for rank in self._ranks:
+            rank.close()
+        for store in self._served:
+            store.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> RunningRanks:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _kill(self) -> None:
+        for rank in self._ranks:
+            if rank.status is None:
+                self.signal(rank.task.rank, signal.SIGKILL)
+        self._watch(None)
+
+    def _watch(self, end: float | None) -> None:
+        """Until all have ended, or the time has come."""
+        poll = select.poll()
+        running = {rank.pidfd: rank for rank in self._ranks if rank.status is None}
+        for pidfd in running:
+            poll.register(pidfd, select.POLLIN)
+        while running:
+            left = None if end is None else end - time.monotonic()
+            if left is not None and left <= 0:
+                return
+            for pidfd, _ in poll.poll(None if left is None else left * 1000 + 1):
+                rank = running.pop(pidfd)
+                rank.ended = time.monotonic()
+                rank.status = self._server.reap(rank.pid)
+                poll.unregister(pidfd)
+
+
+class _Rank:
+    """One process."""
+
+    def __init__(self, task: Task, pid: int, pidfd: int) -> None:
+        self.task = task
+        self.pid = pid
+        self.pidfd = pidfd
+        self.started = self.ended = time.monotonic()
+        self.status: int | None = None
+        self.timed_out = False
+
+    def result(self) -> Result:
+        assert self.status is not None
+        code = os.waitstatus_to_exitcode(self.status)
+        value, error = None, None
+        with contextlib.suppress(FileNotFoundError):
+            value, error = pickle.loads(self.task.file("result").read_bytes())  # noqa: S301 - written by our own child
+        output = self.task.file("output")
+        return Result(
+            rank=self.task.rank,
+            value=value,
+            error=error,
+            exit_code=code if code >= 0 else None,
+            signal=signal.Signals(-code) if code < 0 else None,
+            timed_out=self.timed_out,
+            seconds=self.ended - self.started,
+            output=output.read_text(errors="replace") if output.exists() else "",
+        )
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self.pidfd)
+
+
+def _serve() -> TorchStore:
+    from reprieve.ranks.torch_store import TorchStore
+
+    return TorchStore.serve()
+
+
+def _environment(world_size: int) -> dict[str, str]:
+    """As a launcher sets it on one host. The port is free for a process group that the function makes itself."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+
+def _main_script() -> str | None:
+    return getattr(sys.modules["__main__"], "__file__", None)
