@@ -39,7 +39,7 @@ def demo(folder: Path) -> int:
         start("undisturbed", folder).wait(TIME_LIMIT_S)
     with console.status(f"training, killed while it saves step {KILL_AT}"):
         killed = start("disturbed", folder, checkpoints)
-        kill_in_save(killed, checkpoints / f".checkpoint-{KILL_AT}.saving")
+        kill_in_save(killed, checkpoints / f".checkpoint-{KILL_AT}.saving-1")
     damaged = flip_a_bit(checkpoints / f"checkpoint-{KILL_AT - EVERY}" / "model.safetensors")
 
     found = Table(title="On disk after the kill", title_justify="left")

@@ -275,7 +275,8 @@ def test_an_old_attempt_that_wakes_up_in_the_middle_of_a_save(tmp_path: Path) ->
 def test_an_old_attempt_leaves_the_save_of_a_newer_one_alone(tmp_path: Path) -> None:
     old = take(tmp_path, "r")
     new = take(tmp_path, "r", clock=FakeClock())
-    folder = commit.begin(Disk(), tmp_path, 1)
+    folder = names.saving(tmp_path, 1, new.attempt)
+    commit.begin(Disk(), folder)
     with pytest.raises(Fenced):
         commit.commit(Disk(), tmp_path, folder, manifest(1), old, replacing=None)
     assert [path.name for path in folder.iterdir()] == [SENTINEL]

@@ -1,8 +1,10 @@
 """The engine's front: one object that saves a training state, restores it, and looks after what is on storage.
 
-The flow of a save is in `_save`, the flow of a resume in `restore`; every arrow of them is a module of this folder.
+The flow of a save is in `saving`, the flow of a resume in `resume`; every arrow of them is a module of this folder.
 Saves run one at a time. The training thread is blocked while the state is copied (a background save) or until it is
 durable (any other); commit and retention of a background save happen on a thread of their own.
+
+In a job of several ranks every rank makes the same calls; rank 0 owns the folder and decides, all confirm.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import platform
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta, timezone
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -26,28 +28,34 @@ from typing import Any
 import torch
 
 from reprieve._version import __version__
-from reprieve.checkpoint import commit, names, resume
+from reprieve.checkpoint import names, resume
 from reprieve.checkpoint.blocks import BlockPool
 from reprieve.checkpoint.loadable import check_loadable
-from reprieve.checkpoint.manifest import FileEntry, Manifest
-from reprieve.checkpoint.owner import acquire
+from reprieve.checkpoint.manifest import Manifest
+from reprieve.checkpoint.owner import Member, Owner, OwnerRecord, acquire, join
 from reprieve.checkpoint.plan import SHARD_BYTES, Plan, plan
+from reprieve.checkpoint.replicas import Divergence
 from reprieve.checkpoint.resume import PassedOver
 from reprieve.checkpoint.retention import Retention, reading, remove_doomed
-from reprieve.checkpoint.room import StagingRoom, check_room, warn_if_tight
+from reprieve.checkpoint.room import StagingRoom, bytes_on_disk, check_room, warn_if_tight
+from reprieve.checkpoint.saving import Saving
 from reprieve.checkpoint.schedule import Every, Schedule
 from reprieve.checkpoint.state import State
 from reprieve.checkpoint.survey import Found, survey
 from reprieve.checkpoint.verify import verify
 from reprieve.checkpoint.workers import Workers
-from reprieve.checkpoint.writer import Writer
 from reprieve.clock import Clock, SystemClock
 from reprieve.config import parse_duration, parse_size
-from reprieve.errors import ConfigError, InvalidCheckpoint, StorageFull
+from reprieve.errors import ConfigError, InvalidCheckpoint, RanksError, StorageFull
+from reprieve.ranks.group import LIMIT, Ranks
 from reprieve.storage.disk import Disk, explain
 from reprieve.storage.uri import local_path
 
 log = logging.getLogger("reprieve")
+
+_SEEN_WITHIN = timedelta(seconds=30)
+"""How long after rank 0 the others may see what it wrote: the caches of network file systems hold on to names."""
+_CLOSE_WITHIN = timedelta(seconds=30)
 
 Progress = Callable[[int], None]
 """Called with each number of bytes that was moved, from any thread."""
@@ -64,6 +72,8 @@ class Save:
     """How long training stood still."""
     skipped: str | None = None
     """Why nothing was written, if nothing was."""
+    diverged: list[Divergence] = field(default_factory=list)
+    """Tensors that should be the same on all ranks and are not."""
     _done: Future[None] | None = field(default=None, repr=False)
 
     @property
@@ -110,6 +120,8 @@ class Checkpointer:
     `rng`: save and restore the global random number generators.
     `when_busy`: a background save that comes due while another one runs waits for it ("wait") or is left out ("skip").
     `take_over_after`: how long to wait for an earlier attempt of the same run that is still alive.
+    `ranks`: the processes of the job; found out from torchrun or torch.distributed where not given.
+    `rank_timeout`: how much later than the first another rank may come to a save or a restore before it fails.
     """
 
     def __init__(
@@ -127,6 +139,8 @@ class Checkpointer:
         when_busy: str = "wait",
         take_over_after: str | float | timedelta = "60s",
         shard_bytes: str | int = SHARD_BYTES,
+        rank_timeout: str | float | timedelta = LIMIT,
+        ranks: Ranks | None = None,
         disk: Disk | None = None,
         clock: Clock | None = None,
         **state: object,
@@ -157,22 +171,44 @@ class Checkpointer:
         self._verified: Path | None = None
         self._closed = False
 
-        first_plan = self._plan()
-        with self._explained():
-            resume.make_root(self._disk, self.root)
-            self._owner = acquire(
-                self._disk,
-                self.root,
-                run or os.environ.get("REPRIEVE_RUN") or None,
-                wait=parse_duration(take_over_after),
-                clock=self._clock,
-            )
-            try:
-                resume.clean_up(self._disk, self.root, fresh=fresh)
-                self._check_room_at_start(first_plan)
-            except BaseException:
-                self._owner.release()
-                raise
+        self._saves = 0
+        self._ranks_are_ours = ranks is None
+        self._ranks = ranks if ranks is not None else Ranks.detect(parse_duration(rank_timeout))
+        self._owner = self._take_part(run or os.environ.get("REPRIEVE_RUN") or None, parse_duration(take_over_after))
+        self._ranks = self._ranks.scoped(f"{self.run}/{self.attempt}")
+
+    def _take_part(self, run: str | None, wait: timedelta) -> Member:
+        """Rank 0 becomes the owner of the folder, for all ranks."""
+        mine: Owner | None = None
+
+        def own() -> dict[str, Any]:
+            nonlocal mine
+            first_plan = self._plan()
+            if self._ranks.rank != 0:
+                return {}
+            with self._explained():
+                resume.make_root(self._disk, self.root)
+                mine = acquire(self._disk, self.root, run, wait=wait, clock=self._clock)
+                resume.clean_up(self._disk, self.root, fresh=self._fresh)
+                self._check_room_at_start(mine.run, bytes_on_disk(first_plan))
+                return asdict(mine.record)
+
+        member: Member | None = None
+
+        def confirm() -> None:
+            nonlocal member
+            record = OwnerRecord(**records[0])
+            member = mine or join(self.root, record, rank=self._ranks.rank, wait=_SEEN_WITHIN, clock=self._clock)
+
+        try:
+            records = self._ranks.agree("own", own, limit=self._ranks.limit + wait)
+            self._ranks.agree("join", confirm)
+        except BaseException:
+            if mine is not None:
+                mine.release()
+            raise
+        assert member is not None
+        return member
 
     @property
     def run(self) -> str:
@@ -202,21 +238,9 @@ class Checkpointer:
             raise ConfigError(f"step={step}: steps count from 0")
         if self._closed:
             raise ConfigError(f"the checkpointer of {self.root} is closed: make a new one")
-        self._raise_background_error()
         target = names.checkpoint(self.root, step)
-        if self._writing is not None and not self._writing.done():
-            if background and self._when_busy == "skip":
-                log.warning("the save at step %d is left out: the one before it is still being written", step)
-                return Save(step, target, skipped="another save was still running")
-            log.info("the save at step %d waits for the one before it", step)
-            self._writing.exception()
-            self._raise_background_error()
+        details = _Details(step, None if epoch is None else float(epoch), _finite(metrics), values)
         with self._explained():
-            replacing = self._reason_to_replace(target) if target.exists() else None
-            if target.exists() and replacing is None:
-                log.info("%s is there already and valid: kept", target)
-                return Save(step, target, skipped="it is there already, and valid")
-            details = _Details(step, None if epoch is None else float(epoch), _finite(metrics), values, replacing)
             return self._save(target, details, background, progress)
 
     def save_if_due(self, step: int, *, epoch_ended: bool = False, **details: Any) -> Save | None:
@@ -227,50 +251,86 @@ class Checkpointer:
 
     def _save(self, target: Path, details: _Details, background: bool, progress: Progress | None) -> Save:
         start = self._clock.monotonic()
-        the_plan = self._plan(details.values)
-        self._make_room(the_plan)
-        self._owner.check()
+        job: Saving | None = None
+        may_skip = background and self._when_busy == "skip"
 
-        def manifest(files: Mapping[str, FileEntry]) -> Manifest:
-            return Manifest(
-                step=details.step,
-                epoch=details.epoch,
-                created=datetime.fromtimestamp(self._clock.time(), timezone.utc).isoformat(timespec="seconds"),
-                run=self.run,
-                attempt=self.attempt,
-                parent=self._parent,
-                versions=_versions(),
-                metrics=details.metrics,
-                state=self._state.names,
-                files=files,
-            )
+        def describe() -> dict[str, Any]:
+            nonlocal job
+            if not may_skip:
+                self._finish_writing(details.step)
+            self._raise_background_error()
+            decision = self._decide(target, details.step, may_skip) if self._ranks.rank == 0 else {}
+            if "skip" in decision:
+                return decision
+            job = self._saving(details, progress)
+            return {**decision, **job.described()}
 
-        folder = commit.begin(self._disk, self.root, details.step)
-        writer = Writer(self._disk, self._pool, folder, the_plan.files, progress=progress)
-
-        def make_durable(write: Callable[[], dict[str, FileEntry]]) -> None:
-            with self._discarding(folder, the_plan):
-                made = manifest(write())
-                commit.commit(self._disk, self.root, folder, made, self._owner, replacing=details.replacing)
-            self._saved.add(target)
-            self._last_saved = details.step
-
-        save = Save(details.step, target, the_plan.bytes)
-        if background and self._staging.has_room(the_plan):
-            with self._discarding(folder, the_plan):
-                writer.stage()
-            save._done = self._writing = self._thread.submit(partial(make_durable, writer.finish))
+        plans = self._ranks.agree("plan", describe)
+        if skip := plans[0].get("skip"):
+            return Save(details.step, target, skipped=skip)
+        self._finish_writing(details.step)
+        assert job is not None
+        job.begin(plans, plans[0].get("replacing"), self._make_room)
+        save = Save(details.step, target, job.plan.bytes, diverged=job.diverged)
+        if background and self._staging.has_room(job.plan):
+            job.stage()
+            save._done = self._writing = self._thread.submit(partial(self._finish, job, target))
             self._background.append(self._writing)
         else:
             self._hurry.set()  # the disk is ours alone now
             try:
-                make_durable(writer.write_through)
+                self._finish(job, target)
             finally:
                 self._hurry.clear()
         save.blocked = timedelta(seconds=self._clock.monotonic() - start)
         self.schedule.saved(details.step)
-        self._background.append(self._thread.submit(self._retire))
+        if self._ranks.rank == 0:
+            self._background.append(self._thread.submit(self._retire))
         return save
+
+    def _finish_writing(self, step: int) -> None:
+        if self._writing is not None and not self._writing.done():
+            log.info("the save at step %d waits for the one before it", step)
+            self._writing.exception()
+
+    def _decide(self, target: Path, step: int, may_skip: bool) -> dict[str, str]:
+        """Is there something to save, and why may it replace what is there?"""
+        if may_skip and self._writing is not None and not self._writing.done():
+            log.warning("the save at step %d is left out: the one before it is still being written", step)
+            return {"skip": "another save was still running"}
+        if not target.exists():
+            return {}
+        reason = self._reason_to_replace(target)
+        if reason is not None:
+            return {"replacing": reason}
+        log.info("%s is there already and valid: kept", target)
+        return {"skip": "it is there already, and valid"}
+
+    def _saving(self, details: _Details, progress: Progress | None) -> Saving:
+        self._saves += 1
+        manifest = Manifest(
+            step=details.step,
+            epoch=details.epoch,
+            created=datetime.fromtimestamp(self._clock.time(), timezone.utc).isoformat(timespec="seconds"),
+            run=self.run,
+            attempt=self.attempt,
+            parent=self._parent,
+            world_size=self._ranks.world_size,
+            versions=_versions(),
+            metrics=details.metrics,
+            state=self._state.names,
+            files={},
+        )
+        return Saving(
+            self._disk, self._pool, self._ranks, self._owner,
+            root=self.root, folder=names.saving(self.root, details.step, self.attempt),
+            plan=self._plan(details.values), manifest=manifest, number=self._saves, progress=progress,
+        )  # fmt: skip
+
+    def _finish(self, job: Saving, target: Path) -> None:
+        job.finish()
+        self._saved.add(target)
+        self._last_saved = names.step_of(target)
 
     def _reason_to_replace(self, target: Path) -> str | None:
         """Why what stands at `target` does not count as this save; None if it does."""
@@ -285,27 +345,30 @@ class Checkpointer:
         return None
 
     def _plan(self, values: Mapping[str, Any] | None = None) -> Plan:
-        the_plan = plan(self._state.captured(values, rng=self._rng), shard_bytes=self._shard_bytes)
+        the_plan = plan(
+            self._state, values, rng=self._rng, shard_bytes=self._shard_bytes,
+            rank=self._ranks.rank, world_size=self._ranks.world_size,
+        )  # fmt: skip
         check_loadable(the_plan)
         return the_plan
 
-    def _check_room_at_start(self, the_plan: Plan) -> None:
+    def _check_room_at_start(self, run: str, needed: int) -> None:
         found = survey(self.root)
-        ours = [one for one in found if one.problem is None and one.manifest and one.manifest.run == self.run]
+        ours = [one for one in found if one.problem is None and one.manifest and one.manifest.run == run]
         self._last_saved = ours[0].step if ours else None
-        doomed = self.retention.doomed(found, self.run, ours[0].step) if ours else []
-        check_room(self.root, the_plan, going=sum(one.bytes for one in doomed))
-        warn_if_tight(self.root, the_plan, self.retention, found)
+        doomed = self.retention.doomed(found, run, ours[0].step) if ours else []
+        check_room(self.root, needed, going=sum(one.bytes for one in doomed))
+        warn_if_tight(self.root, needed, self.retention, found)
 
-    def _make_room(self, the_plan: Plan) -> None:
-        """Raise StorageFull unless the plan fits, when all has gone that may go."""
+    def _make_room(self, needed: int) -> None:
+        """Raise StorageFull unless so many bytes fit, when all has gone that may go."""
         try:
-            check_room(self.root, the_plan)
+            check_room(self.root, needed)
         except StorageFull:
             if self._last_saved is None:
                 raise
             self._thread.submit(self._retire).result()
-            check_room(self.root, the_plan)
+            check_room(self.root, needed)
 
     def _retire(self) -> None:
         """Remove what retention no longer wants, once the newest has been read back and verified."""
@@ -325,6 +388,7 @@ class Checkpointer:
                 return
             self._verified = newest
             self._gave_way = False
+        assert isinstance(self._owner, Owner)
         with self._explained(), self._owner.committing():
             remove_doomed(self._disk, doomed)
 
@@ -333,19 +397,6 @@ class Checkpointer:
         if self._hurry.is_set() and not self._gave_way:
             self._gave_way = True
             raise _Hurry
-
-    @contextlib.contextmanager
-    def _discarding(self, folder: Path, the_plan: Plan) -> Iterator[None]:
-        """A save that fails leaves nothing behind, and says what a person can do."""
-        try:
-            yield
-        except BaseException as error:
-            with contextlib.suppress(OSError):
-                self._owner.check()  # being fenced explains any odd error, and is what must be said
-            commit.discard(self._disk, folder)
-            if isinstance(error, OSError):
-                explain(error, self.root, needed=the_plan.bytes)
-            raise
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -374,6 +425,9 @@ class Checkpointer:
 
     def close(self) -> None:
         """Finish what is running and give the folder up."""
+        self._close(together=True)
+
+    def _close(self, *, together: bool) -> None:
         if self._closed:
             return
         self._closed = True
@@ -383,12 +437,18 @@ class Checkpointer:
             self._thread.join()
             self._staging.close()
             self._owner.release()
+            # Whoever hosts the store must not leave before the others have read how the last save went.
+            if together and self._ranks.world_size > 1:
+                with contextlib.suppress(RanksError):
+                    self._ranks.agree("close", limit=min(_CLOSE_WITHIN, self._ranks.limit))
+            if self._ranks_are_ours:
+                self._ranks.close()
 
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, error: object, *exc: object) -> None:
+        self._close(together=error is None)
 
     # Restoring
 
@@ -436,7 +496,6 @@ class _Details:
     epoch: float | None
     metrics: Mapping[str, float]
     values: Mapping[str, Any] | None
-    replacing: str | None
 
 
 class _Hurry(Exception):

@@ -1,6 +1,6 @@
 """A save becomes a checkpoint in one step: begin, write, then commit or discard.
 
-    begin     make `.checkpoint-N.saving` with the sentinel in it
+    begin     make `.checkpoint-N.saving-A` (by attempt A) with the sentinel in it
     commit    manifest written and flushed → sentinel removed → folder flushed → rename to `checkpoint-N` → root flushed
     discard   remove what was written; the older checkpoints were never touched
 
@@ -23,15 +23,13 @@ from reprieve.storage.disk import Disk
 SET_ASIDE = "reprieve-set-aside.json"
 
 
-def begin(disk: Disk, root: Path, step: int) -> Path:
-    """The folder to write into."""
-    folder = names.saving(root, step)
+def begin(disk: Disk, folder: Path) -> None:
+    """Make the folder to write into."""
     disk.remove_tree(folder)
     disk.make_folder(folder)
     # Not flushed: the folder's name already says what this says, and both are gone after the commit.
     text = b"A save is in progress, or was cut short. Do not load this checkpoint.\n"
     disk.write_file(folder / SENTINEL, text, flush=False)
-    return folder
 
 
 def commit(disk: Disk, root: Path, folder: Path, manifest: Manifest, owner: Owner, *, replacing: str | None) -> Path:

@@ -73,6 +73,19 @@ def divide(layouts: Sequence[FileLayout], rank: int, world_size: int) -> list[Fi
     return [_divide(layout, rank, load) if layout.by_all else whole(layout, rank) for layout in layouts]
 
 
+def blocks_needed(parts: Sequence[FilePart]) -> int:
+    """Blocks of memory that hold all that one rank writes, but for what is late."""
+    count, used = 0, BLOCK_BYTES
+    for part in parts:
+        for piece in part.mine:
+            if piece.late:
+                continue
+            if used + piece.stop - piece.start > BLOCK_BYTES:
+                count, used = count + 1, 0
+            used = _page_up(used + piece.stop - piece.start)
+    return count
+
+
 def _divide(layout: FileLayout, rank: int, load: list[int]) -> FilePart:
     shares: list[tuple[int, int, int]] = []
     for start, stop, holders in _runs(layout.segments):

@@ -140,6 +140,8 @@ class Pickled:
     """Storages, and tensors spread over ranks that stand for one, in the order of their keys."""
     used: set[object]
     """The classes and functions that loading it will look up."""
+    tree: object
+    """What was pickled."""
 
 
 @dataclass(slots=True)

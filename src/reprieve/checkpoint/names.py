@@ -2,7 +2,7 @@
 
 checkpoint-12               a checkpoint
 checkpoint-12.set-aside     was in the way or found to be bad, and is kept for a person
-.checkpoint-12.saving       being written
+.checkpoint-12.saving-3     being written, by attempt 3
 .checkpoint-12.deleting     being removed
 .reprieve/                  who owns the folder
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _ASIDE = re.compile(r"checkpoint-(\d+)\.set-aside(?:-\d+)?")
-_LEFTOVER = re.compile(r"\.checkpoint-\d+\.(?:saving|deleting)")
+_LEFTOVER = re.compile(r"\.checkpoint-\d+\.(?:saving(?:-\d+)?|deleting)")
 
 OWNER_FOLDER = ".reprieve"
 
@@ -23,8 +23,9 @@ def checkpoint(root: Path, step: int) -> Path:
     return root / f"checkpoint-{step}"
 
 
-def saving(root: Path, step: int) -> Path:
-    return root / f".checkpoint-{step}.saving"
+def saving(root: Path, step: int, attempt: int) -> Path:
+    """With the attempt: a rank of an older one that wakes up must not write into the files of a newer one."""
+    return root / f".checkpoint-{step}.saving-{attempt}"
 
 
 def deleting(path: Path) -> Path:

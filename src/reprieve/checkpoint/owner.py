@@ -15,6 +15,7 @@ clocks need not agree.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import functools
 import json
@@ -31,7 +32,7 @@ from pathlib import Path
 
 from reprieve.checkpoint.names import OWNER_FOLDER
 from reprieve.clock import Clock
-from reprieve.errors import Fenced, FolderInUse
+from reprieve.errors import Fenced, FolderInUse, StorageError
 from reprieve.storage.disk import Disk
 
 log = logging.getLogger("reprieve")
@@ -57,17 +58,12 @@ class OwnerRecord:
         return f"run {self.run!r}, attempt {self.attempt} (process {self.pid} on {self.host})"
 
 
-class Owner:
-    """Our hold on a folder."""
+class Member:
+    """The hold on a folder that rank 0 has for all ranks, as another rank sees it."""
 
-    def __init__(self, disk: Disk, folder: Path, record: OwnerRecord, lock: int | None) -> None:
+    def __init__(self, folder: Path, record: OwnerRecord) -> None:
         self.record = record
-        self._disk = disk
         self._folder = folder
-        self._lock = lock
-        self._stop = threading.Event()
-        self._beat = threading.Thread(target=self._keep_alive, name="reprieve-heartbeat", daemon=True)
-        self._beat.start()
 
     @property
     def run(self) -> str:
@@ -86,6 +82,21 @@ class Owner:
                 f"{self._folder.parent} now belongs to {by}; this is {self.record} and must not write any more. "
                 "Stop this process: the newer attempt goes on from the newest checkpoint"
             )
+
+    def release(self) -> None:
+        """Not ours to give up."""
+
+
+class Owner(Member):
+    """Our hold on a folder."""
+
+    def __init__(self, disk: Disk, folder: Path, record: OwnerRecord, lock: int | None) -> None:
+        super().__init__(folder, record)
+        self._disk = disk
+        self._lock = lock
+        self._stop = threading.Event()
+        self._beat = threading.Thread(target=self._keep_alive, name="reprieve-heartbeat", daemon=True)
+        self._beat.start()
 
     @contextlib.contextmanager
     def committing(self) -> Iterator[None]:
@@ -157,6 +168,22 @@ def acquire(disk: Disk, root: Path, run: str | None, *, wait: timedelta, clock: 
             log.warning("%s still uses %s: waiting up to %s for it to end", record or "somebody", root, wait)
             told = True
         clock.sleep(_POLL_S)
+
+
+def join(root: Path, record: OwnerRecord, *, rank: int, wait: timedelta, clock: Clock) -> Member:
+    """Take part in the hold of rank 0. Its record is the token that shows that we see the same folder."""
+    folder = root / OWNER_FOLDER
+    end = clock.monotonic() + wait.total_seconds()
+    while read_record(folder) != record:
+        if clock.monotonic() >= end:  # later than any cache of a network file system
+            raise StorageError(
+                errno.ENOENT,
+                f"rank {rank} on {socket.gethostname()} does not see in {root} what rank 0 on {record.host} wrote: "
+                "checkpoints of several ranks need a folder that all of them share. Use a shared volume (NFS, a "
+                "ReadWriteMany claim) or an object store",
+            )
+        clock.sleep(_POLL_S)
+    return Member(folder, record)
 
 
 def read_record(folder: Path) -> OwnerRecord | None:

@@ -1,14 +1,17 @@
-"""Which files a state becomes, and how large each will be, before a byte moves."""
+"""Which files a state becomes, how large each will be and which rank writes what, before a byte moves."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-from reprieve.checkpoint.blocks import BLOCK_BYTES
-from reprieve.checkpoint.layout import FileLayout, bytes_layout
+from reprieve.checkpoint.checksum import BlockHash
+from reprieve.checkpoint.division import FilePart, blocks_needed, divide
+from reprieve.checkpoint.layout import BytesSource, FileLayout, Segment, bytes_layout
 from reprieve.checkpoint.safetensors_file import layout_safetensors
-from reprieve.checkpoint.state import RNG, Captured
+from reprieve.checkpoint.state import RNG, Captured, Sharing, State
 from reprieve.checkpoint.torch_file import layout_torch
 
 SHARD_BYTES = 50 * 10**9
@@ -17,38 +20,94 @@ SHARD_BYTES = 50 * 10**9
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The files of one save."""
+    """The files of one save that this rank has a part in."""
 
     files: list[FileLayout]
+    parts: list[FilePart] = field(repr=False)
+    """What this rank writes of each."""
 
     @property
     def bytes(self) -> int:
         return sum(file.size for file in self.files)
 
     @property
+    def share(self) -> int:
+        """Bytes that this rank writes."""
+        return sum(piece.stop - piece.start for part in self.parts for piece in part.mine)
+
+    @property
     def blocks(self) -> int:
-        return sum(-(-file.size // BLOCK_BYTES) for file in self.files)
+        """Blocks of memory that this rank's share takes."""
+        return blocks_needed(self.parts)
+
+    def fingerprints(self) -> dict[str, str]:
+        """Of each file that all ranks write parts of: the same on all of them, or they must not."""
+        return {file.name: _fingerprint(file) for file in self.files if file.by_all}
 
 
-def plan(captured: Captured, *, shard_bytes: int = SHARD_BYTES) -> Plan:
+def plan(
+    state: State,
+    values: Mapping[str, Any] | None = None,
+    *,
+    rng: bool = True,
+    shard_bytes: int = SHARD_BYTES,
+    rank: int = 0,
+    world_size: int = 1,
+) -> Plan:
     """Large files first: the disk is busy from the first moment, and the small ones share its last flush."""
+    captured = state.captured(values, rng=rng)
     files: list[FileLayout] = []
+    several = world_size > 1
     for name, tensors in captured.modules.items():
-        files += layout_safetensors(name, tensors, shard_bytes=shard_bytes)
+        of_rank_0 = captured.buffers[name] if several else ()
+        ties = captured.ties[name]
+        for layout in layout_safetensors(name, tensors, shard_bytes=shard_bytes, ties=ties, of_rank_0=of_rank_0):
+            layout.by_all = several and layout.name.endswith(".safetensors")
+            files.append(layout)
     for name, extras in captured.extras.items():
         if extras:
             files.append(layout_torch(extras_file(name), extras))
-    for name, tree in captured.trees.items():
-        files.append(layout_torch(tree_file(name), tree))
     for name, config in captured.configs.items():
         file = "config.json" if name == "model" else f"{name}.config.json"
         files.append(bytes_layout(file, json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"))
-    return Plan(sorted(files, key=lambda file: -file.size))
+    own = {buffers_name(name): buffers for name in state.own_buffers
+           if several and (buffers := own_buffers(captured, name))}  # fmt: skip
+    for name, tree in captured.trees.items():
+        sharing = state.sharing(name) if several else Sharing.FIRST
+        if sharing is Sharing.OWN:
+            own[name] = tree
+        else:
+            files.append(layout_torch(tree_file(name), tree, by_all=sharing is Sharing.ALL))
+    files = [file for file in files if file.by_all or rank == 0]
+    files += [layout_torch(tree_file(name, rank), tree) for name, tree in own.items()]
+    files.sort(key=lambda file: (not file.by_all, -file.size, file.name))
+    return Plan(files, divide(files, rank, world_size))
+
+
+def own_buffers(captured: Captured, name: str) -> dict[str, Any]:
+    return {key: value for key, value in captured.modules[name].items() if key in captured.buffers[name]}
 
 
 def extras_file(name: str) -> str:
     return f"{name}.extra.pt"
 
 
-def tree_file(name: str) -> str:
-    return f"{RNG}.pth" if name == RNG else f"{name}.pt"
+def buffers_name(module: str) -> str:
+    return f"{module}.buffers"
+
+
+def tree_file(name: str, rank: int | None = None) -> str:
+    """The file of a tree; with `rank`, of that rank's own."""
+    if name == RNG:  # as transformers names it
+        return f"{RNG}.pth" if rank is None else f"{RNG}_{rank}.pth"
+    return f"{name}.pt" if rank is None else f"{name}.{rank}.pt"
+
+
+def _fingerprint(layout: FileLayout) -> str:
+    digest = BlockHash()
+    for segment in layout.segments:
+        held = segment.holders if isinstance(segment, Segment) else None
+        digest.update(repr((segment.offset, segment.length, held)).encode())
+        if isinstance(segment, Segment) and isinstance(segment.source, BytesSource):
+            digest.update(segment.source.data)
+    return digest.hexdigest()

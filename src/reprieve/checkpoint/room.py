@@ -22,9 +22,9 @@ _MEMORY_MARGIN = 0.1
 """Part of the free memory that staging leaves to others."""
 
 
-def check_room(root: Path, plan: Plan, going: int = 0) -> None:
+def check_room(root: Path, needed: int, going: int = 0) -> None:
     """Raise StorageFull unless one more checkpoint fits, once so many bytes of older ones have gone."""
-    free, needed = free_bytes(root) + going, _bytes_on_disk(plan)
+    free = free_bytes(root) + going
     if needed > free:
         raise StorageFull(
             28,
@@ -33,13 +33,13 @@ def check_room(root: Path, plan: Plan, going: int = 0) -> None:
         )
 
 
-def warn_if_tight(root: Path, plan: Plan, retention: Retention, found: Sequence[Found]) -> None:
+def warn_if_tight(root: Path, needed: int, retention: Retention, found: Sequence[Found]) -> None:
     """Say so at start-up if `keep` + 1 checkpoints do not fit."""
     if retention.keep is None:
         return
     valid = [one for one in found if one.problem is None]
     # The optimizer has no state before its first step: the newest checkpoint knows the size better.
-    size = max([_bytes_on_disk(plan), *(one.bytes for one in valid[:1])])
+    size = max([needed, *(one.bytes for one in valid[:1])])
     missing = (retention.keep + 1 - min(len(valid), retention.keep)) * size - free_bytes(root)
     if missing > 0:
         log.warning(
@@ -49,9 +49,13 @@ def warn_if_tight(root: Path, plan: Plan, retention: Retention, found: Sequence[
         )  # fmt: skip
 
 
-def _bytes_on_disk(plan: Plan) -> int:
-    """Sizes are rounded up to pages on the disk; a manifest, a sentinel and the folder come on top."""
-    return plan.bytes + (len(plan.files) + 4) * PAGE + plan.blocks * 64
+def bytes_on_disk(plan: Plan, *, alone: bool = True) -> int:
+    """Sizes are rounded up to pages on the disk; a manifest, a sentinel and the folder come on top.
+
+    Without `alone`, of the files that only this rank writes.
+    """
+    files = plan.files if alone else [file for file in plan.files if not file.by_all]
+    return sum(file.size + PAGE + file.size // BLOCK_BYTES * 64 for file in files) + (4 * PAGE if alone else 0)
 
 
 class StagingRoom:
@@ -81,7 +85,7 @@ class StagingRoom:
                 if not self._told:
                     log.warning(
                         "no memory for a staging copy of %s (%s free): background saves block until they are written",
-                        format_size(plan.bytes), format_size(room),
+                        format_size(plan.share), format_size(room),
                     )  # fmt: skip
                     self._told = True
                 return False

@@ -5,6 +5,9 @@
     state_dict/load_…     → <name>.pt              optimizers, schedulers, scalers, data loaders, anything with the pair
     dict, list, tensor    → <name>.pt              plain values, restored in place
 
+Among several ranks, modules and optimizers are one thing of which each rank has all or a shard; schedulers and scalers
+are the same everywhere; everything else (data loaders, random numbers, plain values) is each rank's own.
+
 `captured()` is a view, not a copy: it must be written or staged before training goes on.
 """
 
@@ -13,12 +16,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
 
 from reprieve.checkpoint.rng import capture_rng
 from reprieve.checkpoint.safetensors_file import can_hold
+from reprieve.checkpoint.shards import is_sharded
 from reprieve.errors import ConfigError, StateError
 
 RNG = "rng_state"
@@ -26,11 +31,23 @@ VALUES = "values"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_]*")
 
 
+class Sharing(Enum):
+    """Whose a part of the state is, among several ranks."""
+
+    ALL = "each rank has all of it, or a shard"
+    FIRST = "the same everywhere: rank 0's is saved"
+    OWN = "each rank's own"
+
+
 @dataclass(slots=True)
 class Captured:
     """The state at one moment, as references to live tensors."""
 
     modules: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    ties: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Per module: names of a parameter that has another name before."""
+    buffers: dict[str, set[str]] = field(default_factory=dict)
+    """Per module: those of its tensors that are buffers. They are not the same on all ranks."""
     extras: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Per module: entries that safetensors cannot hold."""
     trees: dict[str, Any] = field(default_factory=dict)
@@ -42,6 +59,8 @@ class State:
 
     def __init__(self, objects: Mapping[str, object]) -> None:
         self.modules: dict[str, torch.nn.Module] = {}
+        self.own_buffers: set[str] = set()
+        """Modules whose buffers each rank keeps for itself; DDP makes those of the others rank 0's at every step."""
         self.stateful: dict[str, Any] = {}
         self.plain: dict[str, dict[Any, Any] | list[Any] | torch.Tensor] = {}
         self.generators: dict[str, torch.Generator] = {}
@@ -50,6 +69,8 @@ class State:
                 raise ConfigError(f"{name!r} cannot be the name of a part of the state: it names a file")
             if isinstance(obj, torch.nn.Module):
                 self.modules[name] = unwrap(obj)
+                if not _broadcasts_buffers(obj):
+                    self.own_buffers.add(name)
             elif isinstance(obj, torch.Generator):
                 self.generators[name] = obj
             elif callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None)):
@@ -66,6 +87,15 @@ class State:
     def names(self) -> list[str]:
         return sorted([*self.modules, *self.stateful, *self.plain])
 
+    def sharing(self, name: str) -> Sharing:
+        """Whose the tree of this name is."""
+        obj = self.stateful.get(name)
+        if hasattr(obj, "param_groups"):
+            return Sharing.ALL
+        if isinstance(obj, torch.optim.lr_scheduler.LRScheduler | torch.amp.GradScaler):
+            return Sharing.FIRST
+        return Sharing.OWN
+
     def captured(self, values: Mapping[str, Any] | None = None, *, rng: bool = True) -> Captured:
         out = Captured()
         for name, module in self.modules.items():
@@ -73,6 +103,8 @@ class State:
             out.modules[name] = {key: value for key, value in full.items() if can_hold(value)}
             out.extras[name] = {key: value for key, value in full.items() if not can_hold(value)}
             _refuse_sharded(name, out.extras[name])
+            out.ties[name] = _ties(module)
+            out.buffers[name] = {key for key, _ in module.named_buffers(remove_duplicate=False)} & full.keys()
             config = getattr(module, "config", None)
             if callable(getattr(config, "to_json_string", None)):
                 out.configs[name] = _config_of(module)
@@ -97,10 +129,26 @@ def unwrap(module: torch.nn.Module) -> torch.nn.Module:
             return module
 
 
+def _broadcasts_buffers(module: torch.nn.Module) -> bool:
+    while isinstance(inner := getattr(module, "_orig_mod", None), torch.nn.Module):
+        module = inner
+    return isinstance(module, torch.nn.parallel.DistributedDataParallel) and bool(module.broadcast_buffers)
+
+
+def _ties(module: torch.nn.Module) -> dict[str, str]:
+    """The second and further names of each parameter, and its first."""
+    first: dict[int, str] = {}
+    ties: dict[str, str] = {}
+    for key, parameter in module.named_parameters(remove_duplicate=False):
+        if (known := first.setdefault(id(parameter), key)) != key:
+            ties[key] = known
+    return ties
+
+
 def _refuse_sharded(name: str, extras: Mapping[str, Any]) -> None:
     for key, value in extras.items():
-        if isinstance(value, torch.Tensor) and hasattr(value, "placements"):
-            raise StateError(f"{name}.{key} is a DTensor: sharded models are not supported yet")
+        if is_sharded(value):
+            raise StateError(f"{name}.{key} is spread over ranks and of a type that safetensors lacks ({value.dtype})")
 
 
 def _config_of(module: torch.nn.Module) -> Mapping[str, Any]:

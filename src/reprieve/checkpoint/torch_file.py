@@ -49,7 +49,9 @@ def layout_torch(name: str, obj: object, *, by_all: bool = False) -> FileLayout:
         for key, storage in enumerate(pickled.storages):
             archive.add_storage(f"data/{key}", storage)
         archive.add_known("version", b"3\n")
-        return archive.build(pickled)
+        layout = archive.build(pickled)
+        layout.by_all = by_all
+        return layout
 
 
 def pickle_without_data(name: str, obj: object, *, by_all: bool = False) -> Pickled:
@@ -67,7 +69,7 @@ def pickle_without_data(name: str, obj: object, *, by_all: bool = False) -> Pick
         raise StateError(f"{name}: {error}") from None
     except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
         raise StateError(f"{name} cannot be saved: {error}") from error
-    return Pickled(out.getvalue(), pickler.storages, pickler.used)
+    return Pickled(out.getvalue(), pickler.storages, pickler.used, obj)
 
 
 class _MetaTensor(Exception):

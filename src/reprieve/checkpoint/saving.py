@@ -1,0 +1,218 @@
+"""One save, from the state to a checkpoint: the arrows of docs/architecture.md, each an agreement of all ranks.
+
+    plan     every rank has the same files in mind; replicas are compared on a sample
+    begin    rank 0 makes the folder and the files
+    (stage   a background save copies the state; training goes on)
+    write    each rank writes its pieces
+    flush    pieces that had to wait for others are written; everything is durable
+    commit   rank 0 writes the manifest and makes the checkpoint visible
+
+A rank that fails in any of them (a full disk, a kill, a stall past the limit) makes it fail on all of them, with its
+reason; rank 0 then removes what was written. For one rank alone an agreement is a plain call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from reprieve.checkpoint import commit, edges
+from reprieve.checkpoint.blocks import BlockPool
+from reprieve.checkpoint.manifest import FileEntry, Manifest
+from reprieve.checkpoint.owner import Member, Owner
+from reprieve.checkpoint.plan import Plan
+from reprieve.checkpoint.replicas import Divergence, compare, sample
+from reprieve.checkpoint.room import bytes_on_disk
+from reprieve.checkpoint.writer import Crcs, Writer
+from reprieve.errors import StateError
+from reprieve.ranks.group import Ranks
+from reprieve.storage.disk import Disk, explain
+
+log = logging.getLogger("reprieve")
+
+T = TypeVar("T")
+
+
+class Saving:
+    """A save as one rank takes part in it."""
+
+    def __init__(
+        self,
+        disk: Disk,
+        pool: BlockPool,
+        ranks: Ranks,
+        owner: Member,
+        *,
+        root: Path,
+        folder: Path,
+        plan: Plan,
+        manifest: Manifest,
+        number: int,
+        progress: Callable[[int], None] | None,
+    ) -> None:
+        self._disk = disk
+        self._pool = pool
+        self._ranks = ranks
+        self._owner = owner
+        self._root = root
+        self._folder = folder
+        self.plan = plan
+        self._manifest = manifest
+        self._letters = f"edges-{number}"
+        self._writer = Writer(disk, pool, folder, plan.parts, progress=progress)
+        self._bundles: dict[int, bytes] | None = None
+        self._replacing: str | None = None
+        self.diverged: list[Divergence] = []
+
+    def described(self) -> dict[str, Any]:
+        """What the other ranks need to know of this one's plan."""
+        if self._ranks.world_size == 1:
+            return {}
+        return {
+            "step": self._manifest.step,
+            "files": self.plan.fingerprints(),
+            "own": bytes_on_disk(self.plan, alone=False),
+            "sample": sample(self.plan, self._manifest.step, self._ranks.rank, self._pool),
+        }
+
+    def begin(self, plans: list[dict[str, Any]], replacing: str | None, make_room: Callable[[int], None]) -> None:
+        """Make the folder and the files, if all ranks plan the same."""
+        self._replacing = replacing
+        needed = bytes_on_disk(self.plan) + sum(one["own"] for one in plans[1:])
+        if self._ranks.world_size > 1:
+            self._compare(plans)
+
+        def make() -> None:
+            if self._ranks.rank == 0:
+                make_room(needed)
+                self._owner.check()
+                commit.begin(self._disk, self._folder)
+                self._writer.create()
+
+        with self._discarding():
+            self._ranks.agree("begin", self._explained(make))
+
+    def stage(self) -> None:
+        """Copy the state: when this returns, training may change it."""
+        try:
+            with self._discarding():
+                self._bundles = edges.outgoing(self.plan.parts, self._ranks.rank, self._pool)
+                self._writer.stage()
+        except BaseException as error:
+            self._tell(error)
+            raise
+
+    def finish(self) -> None:
+        """Write, flush and commit; durable on return, on every rank."""
+        with self._discarding(), self._writer:
+            written = self._ranks.agree("write", self._explained(self._write))
+            durable = self._ranks.agree("flush", self._explained(lambda: self._flush(written)))
+            self._ranks.agree("commit", self._explained(lambda: self._commit(durable)))
+
+    # What each rank does
+
+    def _compare(self, plans: list[dict[str, Any]]) -> None:
+        """Every rank comes to the same conclusion, from the same descriptions."""
+        steps = {rank: one["step"] for rank, one in enumerate(plans)}
+        if len(set(steps.values())) > 1:
+            raise StateError(f"the ranks save at different steps: {_by_rank(steps)}")
+        for name in sorted(set().union(*(one["files"] for one in plans))):
+            odd = [rank for rank, one in enumerate(plans) if one["files"].get(name) != plans[0]["files"].get(name)]
+            if odd:
+                raise StateError(
+                    f"{name} would have another structure on rank {odd[0]} than on rank 0: keys, shapes, types and "
+                    "optimizer settings must be the same on all ranks"
+                )
+        self.diverged = compare([one["sample"] for one in plans], self.plan)
+        for one in self.diverged:
+            log.error("step %d: %s. The checkpoint mixes them", self._manifest.step, one)
+
+    def _write(self) -> dict[str, list[Any]]:
+        self._writer.create()
+        rank, parts = self._ranks.rank, self.plan.parts
+        if self._bundles is None:
+            self._bundles = edges.outgoing(parts, rank, self._pool)
+        for to, bundle in self._bundles.items():
+            self._ranks.send(self._letters, to, bundle)
+        received = {frm: self._ranks.receive(self._letters, frm) for frm in edges.senders(parts, rank)}
+        crcs = self._writer.write(edges.incoming(parts, rank, received))
+        return {name: list(known.items()) for name, known in crcs.items()}
+
+    def _flush(self, written: list[dict[str, list[Any]]]) -> dict[str, Any]:
+        crcs: dict[str, Crcs] = {}
+        for of_rank in written:
+            for name, known in of_rank.items():
+                for number, stretches in known:
+                    crcs.setdefault(name, {}).setdefault(number, []).extend(stretches)
+        digests = self._writer.complete(crcs)
+        return {
+            part.layout.name: {"bytes": part.layout.size, "blocks": sorted(digests[part.layout.name].items())}
+            for part in self.plan.parts
+        }
+
+    def _commit(self, durable: list[dict[str, Any]]) -> None:
+        if self._ranks.rank != 0:
+            return
+        found: dict[str, tuple[int, dict[int, str]]] = {}
+        for of_rank in durable:
+            for name, entry in of_rank.items():
+                found.setdefault(name, (entry["bytes"], {}))[1].update(entry["blocks"])
+        files = {name: _entry(size, blocks, self._manifest.block_bytes) for name, (size, blocks) in found.items()}
+        assert isinstance(self._owner, Owner)
+        manifest = replace(self._manifest, files=files)
+        commit.commit(self._disk, self._root, self._folder, manifest, self._owner, replacing=self._replacing)
+
+    # When something goes wrong
+
+    def _tell(self, error: BaseException) -> None:
+        """Let the others know why this rank will not come to `write`."""
+
+        def fail() -> None:
+            raise error
+
+        if self._ranks.world_size > 1:
+            with contextlib.suppress(BaseException):
+                self._ranks.agree("write", fail)
+
+    @contextlib.contextmanager
+    def _discarding(self) -> Iterator[None]:
+        """A save that fails leaves nothing behind, and says what a person can do."""
+        try:
+            yield
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                self._owner.check()  # being fenced explains any odd error, and is what must be said
+            if self._ranks.rank == 0:
+                commit.discard(self._disk, self._folder)
+            self._explain(error)
+            raise
+
+    def _explained(self, work: Callable[[], T]) -> Callable[[], T]:
+        """The other ranks should read what a person can do, too."""
+
+        def run() -> T:
+            try:
+                return work()
+            except OSError as error:
+                self._explain(error)
+                raise
+
+        return run
+
+    def _explain(self, error: BaseException) -> None:
+        if isinstance(error, OSError):
+            explain(error, self._root, needed=self.plan.bytes)
+
+
+def _entry(size: int, blocks: Mapping[int, str], block_bytes: int) -> FileEntry:
+    starts = sorted(blocks)
+    uniform = starts == list(range(0, size, block_bytes))
+    return FileEntry.of(size, [blocks[start] for start in starts], None if uniform else starts)
+
+
+def _by_rank(values: Mapping[int, object]) -> str:
+    return ", ".join(f"rank {rank} at {value}" for rank, value in values.items())
