@@ -1,0 +1,228 @@
+"""The folder of one save: hidden while ranks write into it, then the checkpoint by one rename.
+
+    begin     coordinator: leftovers go, `.NAME.saving` is made, with the sentinel in it
+    join      every rank: whose save is this?
+    publish   coordinator: manifest → sentinel removed → folder flushed → rename to NAME → parent flushed
+    give_up   any rank that fails: the folder goes, and with it the save; what stood at NAME was never touched
+
+A checkpoint that is overwritten steps aside as `.NAME.replaced` for the moment of the rename and goes afterwards. If
+a crash falls between the two renames, `whole_at` finds the one that is whole and `begin` puts it back.
+
+The sentinel holds the save's id, so that a save that lost its folder to another notices before it commits; the living
+coordinator holds a lock on it, so that one's leftovers can be told from another's work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+from pathlib import Path
+
+from reprieve.checkpoint import names
+from reprieve.checkpoint.manifest import MANIFEST, SENTINEL, Manifest, read_manifest
+from reprieve.checkpoint.resume import make_root
+from reprieve.errors import CheckpointError, Fenced, FolderInUse, InvalidCheckpoint
+from reprieve.storage.disk import Disk
+
+log = logging.getLogger("reprieve")
+
+METADATA = ".metadata"
+DATA_SUFFIX = ".distcp"
+
+_TEXT = "A save is in progress, or was cut short. Do not load this checkpoint.\nsave {}\n"
+_ID = re.compile(r"^save (\S+)$", re.MULTILINE)
+_HIDDEN = re.compile(r"\.(.+)\.(saving|deleting|replaced)")
+_OF_A_CHECKPOINT = re.compile(rf"(__\d+)?\.metadata(\.tmp)?|.*\.distcp|{re.escape(MANIFEST)}|{re.escape(SENTINEL)}")
+
+_locks: dict[Path, int] = {}
+"""Locks that this process holds. A save that another rank made fail has nobody to tell us: it stays here until the next
+save to the same place takes it."""
+
+
+def saving(target: Path) -> Path:
+    return target.with_name(f".{target.name}.saving")
+
+
+def replaced(target: Path) -> Path:
+    return target.with_name(f".{target.name}.replaced")
+
+
+def begin(disk: Disk, target: Path, save_id: str) -> Path:
+    """The folder to write into. Called by the coordinator alone, before any rank writes."""
+    make_root(disk, target.parent)
+    folder = saving(target)
+    _unlock(folder)
+    _sweep(disk, target.parent)
+    _recover(disk, target)
+    if _is_alive(folder):
+        raise FolderInUse(f"{folder} is being written by another process: wait for it, or save under another name")
+    disk.remove_tree(folder)
+    disk.make_folder(folder)
+    # Not flushed: the folder's name already says what this says, and both are gone after the commit.
+    disk.write_file(folder / SENTINEL, _TEXT.format(save_id).encode(), flush=False)
+    _lock(folder)
+    return folder
+
+
+def join(folder: Path) -> str:
+    """The id of the save that is going on in the folder."""
+    try:
+        found = _ID.search((folder / SENTINEL).read_text())
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{folder} is not there: another rank gave this save up, or the ranks do not share this storage"
+        ) from None
+    if found is None:
+        raise CheckpointError(f"{folder / SENTINEL} is not ours")
+    return found[1]
+
+
+def give_up(disk: Disk, folder: Path, save_id: str) -> None:
+    """Remove a save that cannot become a checkpoint. A second error here would hide the first one."""
+    with contextlib.suppress(OSError, CheckpointError):
+        if join(folder) == save_id:
+            # Renamed first: a rank that is still creating files fails, and can leave nothing in a folder that is going.
+            disk.rename(folder, doomed := names.deleting(folder))
+            disk.remove_tree(doomed)
+    _unlock(folder)
+
+
+def publish(disk: Disk, target: Path, manifest: Manifest, save_id: str) -> None:
+    """Make the save visible; durable on return."""
+    folder = saving(target)
+    if join(folder) != save_id:
+        raise Fenced(f"another save to {target} has taken over; this one is not used")
+    disk.write_file(folder / MANIFEST, manifest.encode())
+    disk.remove(folder / SENTINEL)
+    _check_files(folder, manifest)
+    disk.flush_folder(folder)
+    if target.is_dir() and any(target.iterdir()):
+        disk.rename(target, replaced(target))
+    try:
+        disk.rename(folder, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            disk.rename(replaced(target), target)
+        raise
+    # One flush for both renames: whichever of them a power cut takes, one whole checkpoint is found (`whole_at`).
+    disk.flush_folder(target.parent)
+    _unlock(folder)
+    _finish_replacing(disk, target)
+
+
+def whole_at(target: Path) -> Path:
+    """Where the checkpoint that belongs at `target` is: there, unless a crash fell between the two renames."""
+    if not target.exists():
+        for path in (saving(target), replaced(target)):
+            if (path / METADATA).exists() and not (path / SENTINEL).exists():
+                return path
+    return target
+
+
+def _recover(disk: Disk, target: Path) -> None:
+    """Finish what a crash interrupted."""
+    if (whole := whole_at(target)) != target:
+        disk.rename(whole, target)
+        disk.flush_folder(target.parent)
+        log.warning("%s is back: a crash had fallen between the renames of a commit", target)
+    _finish_replacing(disk, target)
+
+
+def _finish_replacing(disk: Disk, target: Path) -> None:
+    """Remove the checkpoint that was replaced. What others had put beside it moves to the new one."""
+    old = replaced(target)
+    if not old.is_dir():
+        return
+    ours = _files_of(old)
+    others = [path for path in old.iterdir() if path.name not in ours and not (target / path.name).exists()]
+    for path in others:
+        with contextlib.suppress(FileNotFoundError):  # two processes may be at it, after a crash
+            disk.rename(path, target / path.name)
+    if others:
+        disk.flush_folder(target)
+    disk.remove_tree(old)
+
+
+def _sweep(disk: Disk, parent: Path) -> None:
+    """Remove what saves and removals of dead processes left beside us. Whoever may be alive is left alone."""
+    for path in sorted(parent.iterdir()):
+        if (hidden := _HIDDEN.fullmatch(path.name)) is None or path.is_symlink() or not path.is_dir():
+            continue
+        name, why = hidden.groups()
+        if why == "replaced" and (parent / name / MANIFEST).exists():
+            _finish_replacing(disk, parent / name)
+        elif (why == "saving" and _is_dead(path)) or (why == "deleting" and _holds_only_ours(path)):
+            disk.remove_tree(path)
+            log.warning("removed %s: a save or a removal that never finished", path)
+
+
+def _is_alive(folder: Path) -> bool:
+    return (folder / SENTINEL).exists() and not _is_dead(folder)
+
+
+def _is_dead(folder: Path) -> bool:
+    """A save of ours that nobody is working on, for sure."""
+    try:
+        if _ID.search((folder / SENTINEL).read_text()) is None or not _holds_only_ours(folder):
+            return False
+        fd = _try_lock(folder)
+    except OSError:
+        return False
+    if fd is None:
+        return False
+    os.close(fd)
+    return True
+
+
+def _lock(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # a file system without locks: leftovers then go with the next save of that name
+        if (fd := _try_lock(folder)) is not None:
+            _locks[folder] = fd
+
+
+def _try_lock(folder: Path) -> int | None:
+    """None where another holds it; OSError where there are no locks."""
+    fd = os.open(folder / SENTINEL, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _unlock(folder: Path) -> None:
+    if (fd := _locks.pop(folder, None)) is not None:
+        os.close(fd)
+
+
+def _holds_only_ours(folder: Path) -> bool:
+    return all(_OF_A_CHECKPOINT.fullmatch(path.name) for path in folder.iterdir())
+
+
+def _files_of(folder: Path) -> set[str]:
+    """Names in a checkpoint that belong to the checkpoint itself."""
+    found = {path.name for path in folder.iterdir() if _OF_A_CHECKPOINT.fullmatch(path.name)}
+    with contextlib.suppress(OSError, InvalidCheckpoint):
+        found |= set(read_manifest(folder).files)
+    return found
+
+
+def _check_files(folder: Path, manifest: Manifest) -> None:
+    """What the ranks said they wrote is what can be seen from here, and nothing else is."""
+    for name, entry in manifest.files.items():
+        try:
+            size = (folder / name).stat().st_size
+        except FileNotFoundError:
+            raise CheckpointError(f"{folder / name} is not there: do all ranks share this storage?") from None
+        if size != entry.bytes:
+            raise CheckpointError(f"{folder / name} has {size:,} bytes; the rank that wrote it says {entry.bytes:,}")
+    odd = sorted({path.name for path in folder.iterdir()} - {MANIFEST, *manifest.files})
+    if odd:
+        raise CheckpointError(f"{folder} holds files that this save did not write: {', '.join(odd[:5])}")
