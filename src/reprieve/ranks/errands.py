@@ -1,8 +1,7 @@
 """A thread that makes calls which may block for ever, for callers who wait only so long.
 
-torch's store client has no time limit of its own on most verbs, and a hung network file system has none on any: when
-the other host loses power, the call never comes back. It does so here, on a thread that nobody waits for. And
-a signal handler runs while the main thread waits for an errand, as it would not inside the C++ call itself.
+A hung network file system has no time limit: when its server is gone, a call never comes back. It does so here,
+on a thread that nobody waits for.
 """
 
 from __future__ import annotations

@@ -1,56 +1,58 @@
-"""A store in memory, served by one process over TCP: torch's `TCPStore`.
+"""A store in memory, served by one process over TCP: torch's `TCPStore`, with a client of our own.
 
-It is what torchrun's agent serves to its workers, and what `detect` starts where there is no torchrun.
+It is what torchrun's agent serves to its workers, and what `detect` starts where there is no torchrun. We speak its
+protocol ourselves because torch's client (2.13)
 
-Facts about TCPStore (torch 2.13) that this module makes up for:
+- has no time limit on most verbs: a host that is gone, or stopped, would hang the training thread for ever;
+- waits in C++, where no signal handler runs, and where a thread that is woken while the interpreter ends aborts the
+  process (exit code 134 in place of 143), as happens when the store's host ends first;
+- says nothing when a `set` reaches nobody;
+- writes a stack trace to stderr for each lost connection, and two warnings for each wait that runs out of time.
 
-- `set` returns before the server has answered, even when the server is dead: each is followed by a `check`.
-- Only `wait` and `get` have a time limit, and after it they still wait for the server to confirm: see `errands`.
-- A value of more than 8 MiB ends the connection: larger ones are stored in parts.
-- A `wait` that runs out of time writes two warnings to stderr: short ones are made of `check`.
-- `compare_set` with nothing expected also replaces an empty value: what we store is never empty.
+The protocol has been the same since torch 2.3: a byte for the verb; numbers as they lie in memory; text and values with
+their length before them. `_greet` checks that the other side speaks it.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
+import struct
 import time
 import uuid
-from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
+from typing import TYPE_CHECKING
 
-from torch.distributed import DistStoreError, TCPStore  # type: ignore[attr-defined]
-
-from reprieve.errors import StoreLost
-from reprieve.ranks.errands import Errands
+from reprieve.ranks.connection import Connection
 from reprieve.ranks.store import ANSWER_LIMIT
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 PART_BYTES = 4 * 2**20
-"""Half of what the server takes in one message."""
+"""Larger values are stored in parts: the server ends a connection that sends more than 8 MiB at once."""
 
-_SHORT = timedelta(seconds=2)
-"""Up to here `wait` asks again and again, from every millisecond to every 20; beyond, it blocks."""
+_VALIDATE, _SET, _COMPARE_SET, _, _ADD, _CHECK, _WAIT, _COUNT_KEYS, _DELETE = range(9)
+_CANCEL_WAIT, _PING = 12, 13
+_MAGIC = 0x3C85F7CE
+_WAIT_CANCELLED = b"\1"
 
-_PLAIN = b"="
-_PARTS = b"+"
+# What a value that we store begins with, so that none is empty: to the server, an empty one is as good as none.
+# Counters begin with a digit.
+_PLAIN, _PARTS = b"=", b"+"
+_NONE = b"?"
 
 
 class TorchStore:
     """One connection to a `TCPStore`; `serve` starts one here."""
 
-    def __init__(self, host: str, port: int, *, limit: timedelta = ANSWER_LIMIT) -> None:
+    def __init__(self, host: str, port: int, *, limit: timedelta = ANSWER_LIMIT, patient: bool = True) -> None:
         self.host = host
         self.port = port
         self._limit = limit
         self._server: TCPStore | None = None
-        self._errands = Errands(f"store at {host}:{port}")
-        # The constructor tries again until its time-out, and a little longer than it says.
-        self._tcp: TCPStore = self._call(
-            lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit), limit * 2
-        )
+        self._connection = Connection(host, port, limit, _greet)
+        self._connection.open(patient=patient)
 
     @classmethod
     def serve(cls, host: str = "127.0.0.1", port: int = 0, *, limit: timedelta = ANSWER_LIMIT) -> TorchStore:
@@ -58,87 +60,91 @@ class TorchStore:
 
         It lives as long as this object, whether or not this connection was closed.
         """
-        server = TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=limit)
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        server = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=limit)
         store = cls(host, server.port, limit=limit)
         store._server = server
         return store
 
     def set(self, key: str, value: bytes) -> None:
-        def call() -> None:
-            self._tcp.set(key, self._packed(key, value))  # type: ignore[arg-type]  # takes bytes as well
-            self._tcp.check([key])
-
-        self._call(call)
+        with self._connection.talk():
+            self._set(key, self._packed(key, value))
 
     def get(self, key: str) -> bytes | None:
-        return self._call(lambda: self._read(key))
+        with self._connection.talk():
+            return self._get(key)
 
     def add(self, key: str, amount: int) -> int:
-        return self._call(lambda: self._tcp.add(key, amount))
+        with self._connection.talk():
+            self._connection.send(_verb(_ADD) + _text(key) + struct.pack("=q", amount))
+            return self._number()
 
     def put_once(self, key: str, value: bytes) -> bytes:
-        def call() -> bytes:
+        with self._connection.talk():
             packed = self._packed(key, value)
-            held = self._tcp.compare_set(key, b"", packed)  # type: ignore[arg-type]  # takes bytes as well
+            held = self._compare_set(key, b"", packed)
             if held == packed:
                 return value
             self._remove_parts(key, packed)
             return self._unpacked(key, held)
 
-        return self._call(call)
-
     def wait(self, key: str, limit: timedelta) -> bytes | None:
-        def blocking() -> bytes | None:
-            end = time.monotonic() + limit.total_seconds()
-            while (left := end - time.monotonic()) > 0:
-                try:
-                    self._tcp.wait([key], timedelta(seconds=left))
-                except DistStoreError:
-                    return None
-                if (value := self._read(key)) is not None:  # None: removed again in between
-                    return value
-            return None
-
-        if limit > _SHORT:
-            return self._call(blocking, limit + self._limit)
         end = time.monotonic() + limit.total_seconds()
-        pause = 0.001
-        while (value := self.get(key)) is None and (left := end - time.monotonic()) > 0:
-            time.sleep(min(pause, left))
-            pause = min(pause * 1.5, 0.02)
-        return value
+        with self._connection.talk():
+            while True:
+                self._connection.send(_verb(_WAIT) + struct.pack("=Q", 1) + _text(key))
+                if self._connection.receive_within(end - time.monotonic()) is None:
+                    self._connection.send(_verb(_CANCEL_WAIT))
+                    # The key may have come meanwhile: then that is said first.
+                    while self._connection.receive(1) != _WAIT_CANCELLED:
+                        pass
+                    return self._get(key)
+                if (value := self._get(key)) is not None:  # None: removed again in between
+                    return value
 
     def delete(self, key: str) -> None:
-        def call() -> None:
-            if self._tcp.check([key]):
-                packed = self._tcp.get(key)
-                self._tcp.delete_key(key)
-                self._remove_parts(key, packed)
-
-        self._call(call)
+        with self._connection.talk():
+            packed = self._compare_set(key, _NONE, _NONE)
+            self._delete(key)
+            self._remove_parts(key, packed)
 
     def client(self) -> TorchStore:
-        return TorchStore(self.host, self.port, limit=self._limit)
+        return TorchStore(self.host, self.port, limit=self._limit, patient=False)
 
     def close(self) -> None:
-        self._errands.close()
+        self._connection.close()
 
-    def _call(self, call: Callable[[], T], limit: timedelta | None = None) -> T:
-        try:
-            return self._errands.run(call, limit or self._limit)
-        except RuntimeError as error:  # DistNetworkError: refused, reset, closed by the other side
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise StoreLost(self._errands.lose(reason)) from error
+    def key_count(self) -> int:
+        """How many keys there are, for everybody together (torch's own client keeps one of its own)."""
+        with self._connection.talk():
+            self._connection.send(_verb(_COUNT_KEYS))
+            return self._number()
 
-    # What follows runs on the errands' thread.
+    # What follows is part of a talk.
 
-    def _read(self, key: str) -> bytes | None:
-        if not self._tcp.check([key]):
-            return None
-        try:
-            return self._unpacked(key, self._tcp.get(key))
-        except DistStoreError:  # removed since the check
-            return None
+    def _set(self, key: str, value: bytes) -> None:
+        # Nothing is answered to a set; what is asked after it in the same breath is.
+        check = _verb(_CHECK) + struct.pack("=Q", 1) + _text(key)
+        self._connection.send(_verb(_SET) + _text(key) + _bytes(value) + check)
+        self._connection.receive(1)
+
+    def _get(self, key: str) -> bytes | None:
+        held = self._compare_set(key, _NONE, _NONE)
+        return None if held in (_NONE, b"") else self._unpacked(key, held)
+
+    def _compare_set(self, key: str, expected: bytes, value: bytes) -> bytes:
+        """What the key holds afterwards. Where there is none, and something was expected, nothing is stored and that is
+        the answer: so this reads a key, too, without waiting for it as `GET` would."""
+        self._connection.send(_verb(_COMPARE_SET) + _text(key) + _bytes(expected) + _bytes(value))
+        return self._connection.receive(struct.unpack("=Q", self._connection.receive(8))[0])
+
+    def _delete(self, key: str) -> None:
+        self._connection.send(_verb(_DELETE) + _text(key))
+        self._number()
+
+    def _number(self) -> int:
+        return int(struct.unpack("=q", self._connection.receive(8))[0])
 
     def _packed(self, key: str, value: bytes) -> bytes:
         if len(value) < PART_BYTES:
@@ -146,17 +152,37 @@ class TorchStore:
         name = uuid.uuid4().hex
         count = -(-len(value) // PART_BYTES)
         for part in range(count):
-            self._tcp.set(f"{key}+{name}.{part}", value[part * PART_BYTES : (part + 1) * PART_BYTES])  # type: ignore[arg-type]  # takes bytes as well
+            self._set(f"{key}+{name}.{part}", value[part * PART_BYTES : (part + 1) * PART_BYTES])
         return _PARTS + json.dumps([name, count]).encode()
 
     def _unpacked(self, key: str, packed: bytes) -> bytes:
         if packed[:1] == _PARTS:
             name, count = json.loads(packed[1:])
-            return b"".join(self._tcp.multi_get([f"{key}+{name}.{part}" for part in range(count)]))
+            return b"".join(self._compare_set(f"{key}+{name}.{part}", _NONE, _NONE) for part in range(count))
         return packed[1:] if packed[:1] == _PLAIN else packed
 
     def _remove_parts(self, key: str, packed: bytes) -> None:
         if packed[:1] == _PARTS:
             name, count = json.loads(packed[1:])
             for part in range(count):
-                self._tcp.delete_key(f"{key}+{name}.{part}")
+                self._delete(f"{key}+{name}.{part}")
+
+
+def _greet(connection: Connection) -> None:
+    nonce = secrets.token_bytes(4)
+    connection.send(_verb(_VALIDATE) + struct.pack("=I", _MAGIC) + _verb(_PING) + nonce)
+    if connection.receive(4) != nonce:
+        raise ConnectionError("it does not speak as torch's TCPStore does")
+
+
+def _verb(verb: int) -> bytes:
+    return bytes([verb])
+
+
+def _bytes(value: bytes) -> bytes:
+    return struct.pack("=Q", len(value)) + value
+
+
+def _text(key: str) -> bytes:
+    # The slash is what torch's own client puts before every key: ours can be read with it.
+    return _bytes(b"/" + key.encode())
