@@ -23,13 +23,13 @@ from reprieve.storage.disk import Disk
 SET_ASIDE = "reprieve-set-aside.json"
 
 
-def begin(disk: Disk, folder: Path) -> None:
-    """Make the folder to write into."""
+def begin(disk: Disk, folder: Path, note: str = "") -> None:
+    """Make the folder to write into. The note is for whoever reads the sentinel."""
     disk.remove_tree(folder)
     disk.make_folder(folder)
     # Not flushed: the folder's name already says what this says, and both are gone after the commit.
-    text = b"A save is in progress, or was cut short. Do not load this checkpoint.\n"
-    disk.write_file(folder / SENTINEL, text, flush=False)
+    text = f"A save is in progress, or was cut short. Do not load this checkpoint.\n{note}"
+    disk.write_file(folder / SENTINEL, text.encode(), flush=False)
 
 
 def commit(disk: Disk, root: Path, folder: Path, manifest: Manifest, owner: Owner, *, replacing: str | None) -> Path:
@@ -37,10 +37,7 @@ def commit(disk: Disk, root: Path, folder: Path, manifest: Manifest, owner: Owne
     target = names.checkpoint(root, manifest.step)
     # From the first change on: an attempt that was fenced must leave the folder of its successor alone.
     with owner.committing():
-        disk.write_file(folder / MANIFEST, manifest.encode())
-        disk.remove(folder / SENTINEL)
-        _check_listing(folder, manifest)
-        disk.flush_folder(folder)
+        seal(disk, folder, manifest)
         if target.exists():
             if replacing is None:
                 raise CheckpointError(f"{target} appeared while it was being saved: does another program write here?")
@@ -48,6 +45,14 @@ def commit(disk: Disk, root: Path, folder: Path, manifest: Manifest, owner: Owne
         disk.rename(folder, target)
         disk.flush_folder(root)
     return target
+
+
+def seal(disk: Disk, folder: Path, manifest: Manifest) -> None:
+    """All files are written and durable: now the folder is whole, and needs only its name."""
+    disk.write_file(folder / MANIFEST, manifest.encode())
+    disk.remove(folder / SENTINEL)
+    _check_listing(folder, manifest)
+    disk.flush_folder(folder)
 
 
 def discard(disk: Disk, folder: Path) -> None:

@@ -21,7 +21,7 @@ import os
 import re
 from pathlib import Path
 
-from reprieve.checkpoint import names
+from reprieve.checkpoint import commit, names
 from reprieve.checkpoint.manifest import MANIFEST, SENTINEL, Manifest, read_manifest
 from reprieve.checkpoint.resume import make_root
 from reprieve.errors import CheckpointError, Fenced, FolderInUse, InvalidCheckpoint
@@ -32,7 +32,6 @@ log = logging.getLogger("reprieve")
 METADATA = ".metadata"
 DATA_SUFFIX = ".distcp"
 
-_TEXT = "A save is in progress, or was cut short. Do not load this checkpoint.\nsave {}\n"
 _ID = re.compile(r"^save (\S+)$", re.MULTILINE)
 _HIDDEN = re.compile(r"\.(.+)\.(saving|deleting|replaced)")
 _OF_A_CHECKPOINT = re.compile(rf"(__\d+)?\.metadata(\.tmp)?|.*\.distcp|{re.escape(MANIFEST)}|{re.escape(SENTINEL)}")
@@ -59,10 +58,7 @@ def begin(disk: Disk, target: Path, save_id: str) -> Path:
     _recover(disk, target)
     if _is_alive(folder):
         raise FolderInUse(f"{folder} is being written by another process: wait for it, or save under another name")
-    disk.remove_tree(folder)
-    disk.make_folder(folder)
-    # Not flushed: the folder's name already says what this says, and both are gone after the commit.
-    disk.write_file(folder / SENTINEL, _TEXT.format(save_id).encode(), flush=False)
+    commit.begin(disk, folder, f"save {save_id}\n")
     _lock(folder)
     return folder
 
@@ -95,17 +91,18 @@ def publish(disk: Disk, target: Path, manifest: Manifest, save_id: str) -> None:
     folder = saving(target)
     if join(folder) != save_id:
         raise Fenced(f"another save to {target} has taken over; this one is not used")
-    disk.write_file(folder / MANIFEST, manifest.encode())
-    disk.remove(folder / SENTINEL)
     _check_files(folder, manifest)
-    disk.flush_folder(folder)
-    if target.is_dir() and any(target.iterdir()):
-        disk.rename(target, replaced(target))
     try:
+        commit.seal(disk, folder, manifest)
+        if target.is_dir() and any(target.iterdir()):
+            disk.rename(target, replaced(target))
         disk.rename(folder, target)
     except BaseException:
+        # Without its sentinel nobody would know it for a leftover.
+        commit.discard(disk, folder)
         with contextlib.suppress(OSError):
-            disk.rename(replaced(target), target)
+            if not target.exists():
+                disk.rename(replaced(target), target)
         raise
     # One flush for both renames: whichever of them a power cut takes, one whole checkpoint is found (`whole_at`).
     disk.flush_folder(target.parent)
@@ -215,7 +212,7 @@ def _files_of(folder: Path) -> set[str]:
 
 
 def _check_files(folder: Path, manifest: Manifest) -> None:
-    """What the ranks said they wrote is what can be seen from here, and nothing else is."""
+    """What the ranks said they wrote is what can be seen from here."""
     for name, entry in manifest.files.items():
         try:
             size = (folder / name).stat().st_size
@@ -223,6 +220,3 @@ def _check_files(folder: Path, manifest: Manifest) -> None:
             raise CheckpointError(f"{folder / name} is not there: do all ranks share this storage?") from None
         if size != entry.bytes:
             raise CheckpointError(f"{folder / name} has {size:,} bytes; the rank that wrote it says {entry.bytes:,}")
-    odd = sorted({path.name for path in folder.iterdir()} - {MANIFEST, *manifest.files})
-    if odd:
-        raise CheckpointError(f"{folder} holds files that this save did not write: {', '.join(odd[:5])}")

@@ -7,7 +7,6 @@ checkpoint of stock DCP, which has none, item by item against the CRCs that each
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -50,16 +49,16 @@ class Saved:
         except InvalidCheckpoint as error:
             raise InvalidCheckpoint(error.reason, path=path) from error
 
-    def open(self, pool: BlockPool) -> NeededBlocks:
+    def open(self, pool: BlockPool) -> Reader:
         size = BLOCK_BYTES if self._manifest is None else self._manifest.block_bytes
-        return NeededBlocks(self._folder, pool, block_bytes=size)
+        return Reader(self._folder, pool, block_bytes=size)
 
     def file(self, reader: Reader, name: str) -> CheckpointFile:
-        if self._manifest is None:
-            return reader.open(name, None)
-        if name not in self._manifest.files:
+        if self._manifest is not None and name not in self._manifest.files:
             raise InvalidCheckpoint(f"{name} is not in the manifest", path=self.path)
-        return reader.open(name, self._manifest.files[name])
+        file = reader.open(name, None if self._manifest is None else self._manifest.files[name])
+        file.only_targets = True  # the other blocks belong to other ranks
+        return file
 
     def info(self, index: MetadataIndex) -> _StorageInfo:
         """Where an item is."""
@@ -105,16 +104,3 @@ class Saved:
 
     def _bad(self, index: MetadataIndex, what: str) -> InvalidCheckpoint:
         return InvalidCheckpoint(f"{self.info(index).relative_path}: {index.fqn!r} {what}", path=self.path)
-
-
-class NeededBlocks(Reader):
-    """Reads only the blocks that a target lies in: the others belong to other ranks."""
-
-    def _work(self) -> Iterable[tuple[CheckpointFile, int]]:
-        for file in self._files.values():
-            needed: set[int] = set()
-            for target in file.targets:
-                last = target.offset + target.length - 1
-                needed.update(range(target.offset // self.block_bytes, last // self.block_bytes + 1))
-            for index in sorted(needed):
-                yield file, index
