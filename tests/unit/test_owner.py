@@ -20,7 +20,7 @@ import pytest
 from helpers import FakeClock, manifest, pool, small_model
 
 from reprieve import Checkpointer, Fenced, FolderInUse
-from reprieve.checkpoint import commit, owner
+from reprieve.checkpoint import commit, names, owner
 from reprieve.checkpoint.manifest import SENTINEL
 from reprieve.checkpoint.owner import Owner, OwnerRecord, acquire, read_record
 from reprieve.checkpoint.survey import survey

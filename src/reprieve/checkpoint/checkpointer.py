@@ -455,13 +455,15 @@ class Checkpointer:
     def restore(self, *, progress: Progress | None = None) -> Restored | None:
         """Go on from the newest valid checkpoint. None if there is none and nothing that looks like one."""
         self.wait()
+        job = resume.Resume(
+            self._disk, self.root, self.run, self._state, self._pool, self._ranks,
+            strict=self._strict, rng=self._rng, progress=progress,
+        )  # fmt: skip
         with self._explained():
-            found, values, passed_over = resume.newest_valid(
-                self._disk, self.root, self.run, self._state, self._pool,
-                strict=self._strict, rng=self._rng, progress=progress,
-            )  # fmt: skip
-        if found is None:
+            restored = job.newest_valid()
+        if restored is None:
             return None
+        found, values = restored
         self._parent = found.path.name
         self._last_saved = found.step
         self.schedule.saved(found.step)
@@ -472,7 +474,7 @@ class Checkpointer:
             path=found.path,
             values=values,
             metrics=manifest.metrics if manifest else {},
-            passed_over=passed_over,
+            passed_over=job.passed_over,
         )
 
     # Looking

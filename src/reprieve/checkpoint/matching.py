@@ -7,11 +7,12 @@ tensors that match it, then with the storages that the bytes are read into.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from reprieve.checkpoint.shards import is_sharded
 from reprieve.checkpoint.torch_file import tensors_in
 from reprieve.checkpoint.torch_load import Storages, TorchFile, meta_storage
 
@@ -36,6 +37,36 @@ def matching_storages(file: TorchFile, live: Any) -> dict[str, torch.UntypedStor
             matching[key] = into.untyped_storage()
     used = Counter(storage._cdata for storage in matching.values())
     return {key: storage for key, storage in matching.items() if used[storage._cdata] == 1}
+
+
+def sharded_storages(
+    file: TorchFile, params: Sequence[torch.Tensor]
+) -> dict[str, tuple[tuple[Any, ...], torch.Tensor]]:
+    """Of an optimizer's saved state: the storages that belong to parameters that are spread over ranks, each with its
+    place in the tree and the parameter. An optimizer that has made no step yet has no state to match them with."""
+    if not any(is_sharded(param) for param in params):
+        return {}
+    found: dict[str, tuple[tuple[Any, ...], torch.Tensor]] = {}
+    tree, key_of = _structure(file)
+    for path, saved in tensors_in(tree):
+        if len(path) < 3 or path[0] != "state" or not isinstance(path[1], int) or path[1] >= len(params):
+            continue
+        param, key = params[path[1]], key_of(saved)
+        whole = saved.is_contiguous() and saved.nbytes == saved.untyped_storage().nbytes()
+        if key is not None and is_sharded(param) and saved.shape == param.shape and saved.ndim and whole:
+            found[key] = (path, param)
+    return found
+
+
+def with_tensors(tree: Any, tensors: Mapping[tuple[Any, ...], torch.Tensor], path: tuple[Any, ...] = ()) -> Any:
+    """The tree with the tensors at these places."""
+    if path in tensors:
+        return tensors[path]
+    if isinstance(tree, dict):
+        return type(tree)((key, with_tensors(value, tensors, (*path, key))) for key, value in tree.items())
+    if isinstance(tree, list | tuple):
+        return type(tree)(with_tensors(value, tensors, (*path, number)) for number, value in enumerate(tree))
+    return tree
 
 
 def _structure(file: TorchFile) -> tuple[Any, Callable[[torch.Tensor], str | None]]:

@@ -229,6 +229,10 @@ class Reader:
                 raise InvalidCheckpoint(f"{name} cannot be opened: {error.strerror}", path=self._folder) from error
         return self._files[name]
 
+    def files(self) -> list[CheckpointFile]:
+        """All that were opened."""
+        return list(self._files.values())
+
     def metadata_block(self, file: CheckpointFile, index: int) -> tuple[Block, bool]:
         """A verified block, and whether it is kept for `run`, which then need not read it again."""
         kept = self._kept.get((file.name, index))
@@ -253,7 +257,7 @@ class Reader:
 
         Files that are marked as shared are read together with the other ranks.
         """
-        files = sorted(self._files.values(), key=lambda file: -file.size)
+        files = sorted(self._files.values(), key=lambda file: (-file.size, file.name))
         for file in files:
             file.targets.sort(key=lambda target: target.offset)
         if together is not None:

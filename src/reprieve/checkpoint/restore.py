@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,63 +23,101 @@ import torch
 from reprieve.checkpoint.blocks import BLOCK_BYTES, BlockPool
 from reprieve.checkpoint.garbage import collection_paused
 from reprieve.checkpoint.manifest import Manifest
-from reprieve.checkpoint.matching import matching_storages, once
-from reprieve.checkpoint.plan import extras_file, tree_file
-from reprieve.checkpoint.reader import CheckpointFile, Reader, Target
+from reprieve.checkpoint.matching import matching_storages, once, sharded_storages, with_tensors
+from reprieve.checkpoint.plan import buffers_name, extras_file, tree_file
+from reprieve.checkpoint.reader import CheckpointFile, Reader, ReadTogether, Target
 from reprieve.checkpoint.rng import check_rng, restore_rng
 from reprieve.checkpoint.safetensors_load import Place, read_header
+from reprieve.checkpoint.shards import from_local, is_sharded, local_part, own_range
 from reprieve.checkpoint.sinks import tensor_sink
-from reprieve.checkpoint.state import RNG, VALUES, State
-from reprieve.checkpoint.torch_load import TorchFile
+from reprieve.checkpoint.state import RNG, VALUES, Sharing, State
+from reprieve.checkpoint.torch_load import TorchFile, meta_storage
 from reprieve.errors import InvalidCheckpoint, StateError, StateMismatch
 
 log = logging.getLogger("reprieve")
 
-
-def restore(
-    folder: Path,
-    manifest: Manifest | None,
-    state: State,
-    pool: BlockPool,
-    *,
-    strict: bool = True,
-    rng: bool = True,
-    progress: Callable[[int], None] | None = None,
-) -> dict[str, Any]:
-    """Fill the state from `folder`; returns the plain values that were saved with it."""
-    with Reader(folder, pool, block_bytes=manifest.block_bytes if manifest else BLOCK_BYTES) as reader:
-        job = _Restore(folder, manifest, state, reader, strict, rng)
-        with collection_paused():
-            job.prepare()
-        reader.run(progress=progress)
-        return job.apply()
+_WORTH_SHARING = 2**20
+"""Smaller files are read by every rank: that is quicker than saying who reads what."""
 
 
-class _Restore:
+class Restoring:
+    """The state of one rank on its way back from one checkpoint."""
+
     def __init__(
-        self, folder: Path, manifest: Manifest | None, state: State, reader: Reader, strict: bool, rng: bool
+        self,
+        folder: Path,
+        manifest: Manifest | None,
+        state: State,
+        pool: BlockPool,
+        *,
+        strict: bool = True,
+        rng: bool = True,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
         self._folder = folder
         self._manifest = manifest
         self._state = state
-        self._reader = reader
+        self._reader = Reader(folder, pool, block_bytes=manifest.block_bytes if manifest else BLOCK_BYTES)
         self._strict = strict
         self._rng = rng
+        self._rank = rank
+        self._world_size = world_size
+        self._checks: list[Callable[[], object]] = []
         self._apply: list[Callable[[], object]] = []
         self._values: dict[str, Any] = {}
 
-    def prepare(self) -> None:
+    def __enter__(self) -> Restoring:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._reader.__exit__(*exc)
+
+    def prepare(self) -> list[str]:
+        """Find out what goes where; the files of which every rank needs all, which ranks may read together."""
+        with collection_paused():
+            self._prepare()
+        if self._world_size == 1 or self._manifest is None:
+            return []
+        own = {self._own_file(name) for name in (*self._state.stateful, *self._state.plain, VALUES, RNG)}
+        return [
+            file.name
+            for file in self._reader.files()
+            if not file.only_targets and file.name not in own and file.size >= _WORTH_SHARING
+        ]
+
+    def read(
+        self,
+        shared: Collection[str] = (),
+        *,
+        together: ReadTogether | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        for file in self._reader.files():
+            file.shared = file.name in shared
+        self._reader.run(together=together, progress=progress)
+        for check in self._checks:
+            check()
+
+    def _prepare(self) -> None:
         if self._manifest is not None:
-            for name in self._manifest.files:
-                self._open(name)
+            if self._world_size == self._manifest.world_size == 1:
+                for name in self._manifest.files:  # all of them are verified, whether something needs them or not
+                    self._open(name)
             self._compare("the state", set(self._manifest.state), set(self._state.names))
+            if self._manifest.world_size != self._world_size:
+                log.warning(
+                    "%s was written by %d ranks, this run has %d: random numbers and data will not continue exactly",
+                    self._folder, self._manifest.world_size, self._world_size,
+                )  # fmt: skip
         for name, module in self._state.modules.items():
             self._prepare_module(name, module)
         for name, obj in self._state.stateful.items():
-            self._prepare_tree(name, obj.state_dict(), obj.load_state_dict)
+            params = [param for group in getattr(obj, "param_groups", ()) for param in group["params"]]
+            self._prepare_tree(name, obj.state_dict(), obj.load_state_dict, params)
         for name, obj in self._state.plain.items():
             self._prepare_tree(name, obj, partial(_restore_in_place, obj))
-        if self._has(tree_file(VALUES)):
+        if self._file_of(VALUES) is not None:
             self._prepare_tree(VALUES, {}, self._values.update)
         if self._rng or self._state.generators:
             self._prepare_rng()
@@ -96,6 +134,20 @@ class _Restore:
 
     def _open(self, name: str) -> CheckpointFile:
         return self._reader.open(name, self._manifest.files[name] if self._manifest is not None else None)
+
+    def _own_file(self, name: str) -> str | None:
+        """The file of a tree that each rank has for itself: ours, or the nearest thing to it."""
+        mine = tree_file(name, self._rank)
+        if self._has(mine):
+            return mine
+        # Written by fewer ranks, or by one alone. Its random numbers are not for two ranks.
+        others = (tree_file(name),) if self._rank == 0 else () if name == RNG else (tree_file(name), tree_file(name, 0))
+        return next((file for file in others if self._has(file)), None)
+
+    def _file_of(self, name: str) -> str | None:
+        if self._state.sharing(name) is Sharing.OWN:
+            return self._own_file(name)
+        return file if self._has(file := tree_file(name)) else None
 
     # Modules
 
@@ -132,19 +184,41 @@ class _Restore:
             if place is None or key in loaded:
                 continue
             self._check_fits(f"{name}.{key}", place, value)
-            if direct and torch._debug_has_internal_overlap(value) == 1:
+            mine = local_part(value) if is_sharded(value) else value.detach()
+            if direct and torch._debug_has_internal_overlap(mine) == 1:
                 raise StateError(f"{name}.{key} cannot be restored: several of its elements are the same memory")
             target = read.get(id(place))
             if target is None:
-                target = read[id(place)] = value.detach() if direct and _is_simple(value) else _empty_like(value)
-                if value.nbytes:
-                    place.file.targets.append(Target(place.start, value.nbytes, tensor_sink(target)))
+                target = read[id(place)] = mine if direct and _is_simple(mine) else _empty_like(mine)
+                self._read_part(place.file, place.start, f"{name}.{key}", value, target)
             if not direct:
-                loaded[key] = target
-            elif target.data_ptr() != value.data_ptr() or not _is_simple(value):
-                self._apply.append(partial(value.detach().copy_, target))
+                loaded[key] = from_local(target, value) if is_sharded(value) else target
+            elif target.data_ptr() != mine.data_ptr() or not _is_simple(mine):
+                self._apply.append(partial(mine.copy_, target))
         if loaded or not direct:
             self._apply.append(lambda: _load_module(module, loaded, strict=self._strict and not direct))
+        self._prepare_own_buffers(name, live)
+
+    def _read_part(self, file: CheckpointFile, start: int, name: str, like: torch.Tensor, into: torch.Tensor) -> None:
+        """Let a tensor's bytes, which begin at `start` in the file, or this rank's part of them, be read."""
+        first = 0
+        if is_sharded(like):
+            file.only_targets = True
+            first, _ = own_range(name, like)
+        if into.nbytes:
+            file.targets.append(Target(start + first, into.nbytes, tensor_sink(into)))
+
+    def _prepare_own_buffers(self, name: str, live: Mapping[str, Any]) -> None:
+        """Buffers that each rank keeps for itself, where as many ranks wrote them."""
+        file = tree_file(buffers_name(name), self._rank)
+        if name not in self._state.own_buffers or not self._has(file):
+            return
+        if self._manifest is None or self._manifest.world_size != self._world_size:
+            return
+        for key, value in self._load_tree(file, {}).items():
+            if key in live:
+                self._check_fits(f"{name}.{key}", value, live[key])
+                self._apply.append(partial(live[key].detach().copy_, value))
 
     def _check_fits(self, name: str, saved: Place | torch.Tensor, live: Any) -> None:
         if not isinstance(live, torch.Tensor) or (live.dtype, live.shape) != (saved.dtype, saved.shape):
@@ -188,12 +262,14 @@ class _Restore:
 
     # Everything else
 
-    def _prepare_tree(self, name: str, live: Any, load: Callable[[Any], object]) -> None:
-        file = tree_file(name)
-        if not self._has(file):
-            self._not_there(name, file)
+    def _prepare_tree(
+        self, name: str, live: Any, load: Callable[[Any], object], params: Sequence[torch.Tensor] = ()
+    ) -> None:
+        file = self._file_of(name)
+        if file is None:
+            self._not_there(name, tree_file(name))
             return
-        tree = self._load_tree(file, live)
+        tree = self._load_tree(file, live, params)
         _check_tree(name, tree, live)
         self._apply.append(lambda: _named_load(name, load, tree))
 
@@ -206,21 +282,24 @@ class _Restore:
         log.warning("%s has no %s: %s stays as it is", self._folder, file, name)
 
     def _prepare_rng(self) -> None:
-        file = tree_file(RNG)
-        if self._has(file):
+        file = self._own_file(RNG)
+        if file is not None:
             with _numpy_allowed():
                 saved = self._load_tree(file, {})
             check_rng(saved, self._state.generators, everything=self._rng)
             self._apply.append(lambda: restore_rng(saved, self._state.generators, everything=self._rng))
         else:
-            log.warning("%s has no %s: random numbers will not continue where they were", self._folder, file)
+            log.warning("%s has no %s: random numbers will not continue where they were", self._folder, tree_file(RNG))
 
-    def _load_tree(self, name: str, live: Any) -> Any:
+    def _load_tree(self, name: str, live: Any, params: Sequence[torch.Tensor] = ()) -> Any:
         """The tree of a torch file, its storages filled by the coming read: live memory where the two match."""
         file = TorchFile(self._open(name))
         matching = matching_storages(file, live)
+        spread = sharded_storages(file, params)
 
         def storage(key: str, size: int, location: str) -> torch.UntypedStorage:
+            if key in spread:
+                return meta_storage(key, size, location)
             target = matching.get(key)
             if target is None:
                 target = torch.UntypedStorage(size, device=_device(location))
@@ -229,8 +308,17 @@ class _Restore:
 
         sparse: list[torch.Tensor] = []
         tree = file.load(once(storage), sparse)
-        self._apply.insert(0, partial(file.validate, sparse))
-        return tree
+        self._checks.append(partial(file.validate, sparse))
+        if not spread:
+            return tree
+        tensors = {}
+        for key, (path, like) in spread.items():
+            into = torch.empty_like(
+                local_part(like), memory_format=torch.contiguous_format, dtype=_dtype_at(tree, path)
+            )
+            self._read_part(file.file, file.range(f"data/{key}")[0], f"{name}: {path}", like, into)
+            tensors[path] = from_local(into, like)
+        return with_tensors(tree, tensors)
 
     def _compare(self, what: str, saved: set[str], live: set[str]) -> None:
         if saved == live:
@@ -250,7 +338,13 @@ def _loads_directly(module: torch.nn.Module, live: Mapping[str, Any]) -> bool:
     """May bytes go straight into the module's memory? Yes if its state dict shows that memory, and nobody hooks in."""
     if type(module).load_state_dict is not torch.nn.Module.load_state_dict:
         return False
-    if any(part._load_state_dict_pre_hooks or part._load_state_dict_post_hooks for part in module.modules()):
+    hooks = [
+        getattr(hook, "hook", hook)
+        for part in module.modules()
+        for hook in (*part._load_state_dict_pre_hooks.values(), *part._load_state_dict_post_hooks.values())
+    ]
+    # FSDP's own makes sure that the state dict shows the shards, which it does by now.
+    if any(not str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.") for hook in hooks):
         return False
     for part in module.modules():
         loader = type(part)._load_from_state_dict
@@ -302,6 +396,9 @@ def _memory_of(value: object) -> tuple[object, ...] | None:
     """What two names of one tensor have in common; None for what has no plain memory."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
+    if is_sharded(value):
+        local = local_part(value)
+        return (local.device, local.data_ptr(), value.dtype, value.shape) if local.nbytes else None
     lazy = value.is_conj(), value.is_neg()
     return (value.device, value.data_ptr() if value.nbytes else 0, value.dtype, value.shape, value.stride(), lazy)
 
@@ -320,6 +417,12 @@ def _device(location: str) -> torch.device:
     if location.startswith("cuda") and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def _dtype_at(tree: Any, path: tuple[Any, ...]) -> torch.dtype:
+    for key in path:
+        tree = tree[key]
+    return tree.dtype  # type: ignore[no-any-return]
 
 
 def _describe(value: object) -> str:

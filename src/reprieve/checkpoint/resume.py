@@ -10,17 +10,21 @@ import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from reprieve.checkpoint import commit
 from reprieve.checkpoint.blocks import BlockPool
+from reprieve.checkpoint.checksum import digest_of
 from reprieve.checkpoint.foreign import check_foreign
-from reprieve.checkpoint.restore import restore
+from reprieve.checkpoint.reader import ReadTogether
+from reprieve.checkpoint.restore import Restoring
 from reprieve.checkpoint.retention import reading
 from reprieve.checkpoint.state import State
-from reprieve.checkpoint.survey import Found, survey
+from reprieve.checkpoint.survey import Found, look_at, survey
 from reprieve.errors import InvalidCheckpoint, NothingToResume
+from reprieve.ranks.group import Ranks
 from reprieve.storage.disk import Disk
 
 log = logging.getLogger("reprieve")
@@ -61,60 +65,160 @@ def clean_up(disk: Disk, root: Path, *, fresh: bool) -> None:
         log.warning("starting over: %d checkpoints moved to %s", len(old), previous)
 
 
-def newest_valid(
-    disk: Disk,
-    root: Path,
-    run: str,
-    state: State,
-    pool: BlockPool,
-    *,
-    strict: bool,
-    rng: bool,
-    progress: Callable[[int], None] | None,
-) -> tuple[Found | None, dict[str, Any], list[PassedOver]]:
-    """Restore from the newest checkpoint that can be; those newer ones that could not, with the reasons."""
-    passed_over: list[PassedOver] = []
-    for found in survey(root):
-        try:
-            if found.set_aside:
-                raise InvalidCheckpoint(found.problem or "set aside")
-            values = _restore_one(found, run, state, pool, strict, rng, progress)
-        except InvalidCheckpoint as error:
-            passed_over.append(PassedOver(found.path.name, error.reason))
-            log.warning("passed over %s: %s", found.path, error.reason)
-            if not found.set_aside and not isinstance(error, OtherRun):
-                log.warning("set aside as %s", commit.set_aside(disk, found.path, error.reason).name)
-                disk.flush_folder(root)
-            continue
-        log.info("resumed from %s", found.path)
-        return found, values, passed_over
-    if passed_over:
-        reasons = "\n".join(f"  {one.name}: {one.reason}" for one in passed_over)
-        raise NothingToResume(
-            f"there are checkpoints in {root}, and none of them can be used:\n{reasons}\n"
+class Resume:
+    """Finds the newest checkpoint that can be used, together with the other ranks, and restores it.
+
+        choose    rank 0 takes the newest that looks right
+        prepare   every rank finds out what it needs of it
+        read      verified bytes into memory: one bad block on one rank, and all fall back together
+        apply     only now is anything handed to the objects
+
+    For one rank alone each of them is a plain call.
+    """
+
+    def __init__(
+        self,
+        disk: Disk,
+        root: Path,
+        run: str,
+        state: State,
+        pool: BlockPool,
+        ranks: Ranks,
+        *,
+        strict: bool,
+        rng: bool,
+        progress: Callable[[int], None] | None,
+    ) -> None:
+        self._disk = disk
+        self._root = root
+        self._run = run
+        self._state = state
+        self._pool = pool
+        self._ranks = ranks
+        self._strict = strict
+        self._rng = rng
+        self._progress = progress
+        self._candidates: list[Found] | None = None
+        self.passed_over: list[PassedOver] = []
+        """Newer checkpoints that could not be used, and why."""
+
+    def newest_valid(self) -> tuple[Found, dict[str, Any]] | None:
+        """The checkpoint that was restored, and the plain values that were saved with it; None where there is none."""
+        while True:
+            chosen = self._ranks.agree("choose", self._choose)[0]
+            self.passed_over = [PassedOver(*one) for one in chosen["passed_over"]]
+            if chosen["name"] is None:
+                if self.passed_over:
+                    raise NothingToResume(self._nothing())
+                return None
+            path = self._root / chosen["name"]
+            found, values, reasons = self._restore(path, chosen["manifest"])
+            if found is not None and not reasons:
+                log.info("resumed from %s", path)
+                return found, values
+            self._pass_over(path, "; ".join(dict.fromkeys(reasons)))
+
+    def _choose(self) -> dict[str, Any]:
+        """Rank 0: the newest candidate that is left, and which ones it passed over on the way."""
+        if self._ranks.rank != 0:
+            return {}
+        if self._candidates is None:
+            self._candidates = survey(self._root)
+        while self._candidates:
+            found = self._candidates.pop(0)
+            try:
+                return self._chosen(found)
+            except InvalidCheckpoint as error:
+                aside = not found.set_aside and not isinstance(error, OtherRun)
+                self._pass_over(found.path, error.reason, aside=aside)
+        return {"name": None, "passed_over": self._told()}
+
+    def _chosen(self, found: Found) -> dict[str, Any]:
+        if found.problem is not None:
+            raise InvalidCheckpoint(found.problem, path=found.path)
+        if found.manifest is not None and found.manifest.run != self._run:
+            raise OtherRun(f"written by run {found.manifest.run!r}, this is run {self._run!r}", path=found.path)
+        if found.manifest is None:
+            check_foreign(found.path)
+        digest = None if found.manifest is None else digest_of(found.manifest.encode())
+        return {"name": found.path.name, "manifest": digest, "passed_over": self._told()}
+
+    def _told(self) -> list[list[str]]:
+        return [[one.name, one.reason] for one in self.passed_over]
+
+    def _restore(self, path: Path, digest: str | None) -> tuple[Found | None, dict[str, Any], list[str]]:
+        """Every rank restores, or none: the reasons of those that could not."""
+        with reading(path), contextlib.ExitStack() as stack:
+            job: Restoring | None = None
+            found: Found | None = None
+
+            def prepare() -> list[str]:
+                nonlocal job, found
+                found = look_at(path)
+                if found.problem is not None:
+                    raise InvalidCheckpoint(found.problem, path=path)
+                if digest is not None and (found.manifest is None or digest_of(found.manifest.encode()) != digest):
+                    raise InvalidCheckpoint("this rank sees another manifest than rank 0", path=path)
+                job = Restoring(
+                    path, found.manifest, self._state, self._pool, strict=self._strict, rng=self._rng,
+                    rank=self._ranks.rank, world_size=self._ranks.world_size,
+                )  # fmt: skip
+                stack.enter_context(job)
+                return job.prepare()
+
+            offers, reasons = self._try("prepare", prepare)
+            if not reasons:
+                assert job is not None
+                shared = sorted(set(offers[0]).intersection(*offers[1:]))
+                together = self._read_together(stack) if shared else None
+                read = partial(job.read, shared if together else (), together=together, progress=self._progress)
+                _, reasons = self._try("read", read)
+            if reasons:
+                return found, {}, reasons
+            assert job is not None
+            values: dict[str, Any] = {}
+            restoring = job
+            self._ranks.agree("apply", lambda: values.update(restoring.apply()))
+            return found, values, []
+
+    def _try(self, name: str, work: Callable[[], Any]) -> tuple[list[Any], list[str]]:
+        """What each rank came to, and why the checkpoint is not valid for those who found that."""
+
+        def attempt() -> dict[str, Any]:
+            try:
+                return {"value": work()}
+            except InvalidCheckpoint as error:
+                return {"bad": error.reason}
+
+        outcomes = self._ranks.agree(name, attempt)
+        reasons = [one["bad"] for one in outcomes if "bad" in one]
+        return [one.get("value") for one in outcomes], reasons
+
+    def _read_together(self, stack: contextlib.ExitStack) -> ReadTogether | None:
+        import torch.distributed as dist
+
+        if not (dist.is_available() and dist.is_initialized()):
+            return None  # every rank reads all that it needs
+        from reprieve.checkpoint.read_together import ProcessGroupRead
+
+        together = ProcessGroupRead(self._ranks, self._ranks.limit)
+        stack.callback(together.close)
+        return together
+
+    def _pass_over(self, path: Path, reason: str, *, aside: bool = True) -> None:
+        self.passed_over.append(PassedOver(path.name, reason))
+        log.warning("passed over %s: %s", path, reason)
+        if aside and self._ranks.rank == 0:
+            log.warning("set aside as %s", commit.set_aside(self._disk, path, reason).name)
+            self._disk.flush_folder(self._root)
+
+    def _nothing(self) -> str:
+        reasons = "\n".join(f"  {one.name}: {one.reason}" for one in self.passed_over)
+        return (
+            f"there are checkpoints in {self._root}, and none of them can be used:\n{reasons}\n"
             "Nothing was deleted. To start over anyway, choose fresh=True"
         )
-    return None, {}, passed_over
 
 
 class OtherRun(InvalidCheckpoint):
     """Valid, but of another run: not ours to use or to move."""
-
-
-def _restore_one(
-    found: Found,
-    run: str,
-    state: State,
-    pool: BlockPool,
-    strict: bool,
-    rng: bool,
-    progress: Callable[[int], None] | None,
-) -> dict[str, Any]:
-    if found.problem is not None:
-        raise InvalidCheckpoint(found.problem, path=found.path)
-    if found.manifest is not None and found.manifest.run != run:
-        raise OtherRun(f"written by run {found.manifest.run!r}, this is run {run!r}", path=found.path)
-    with reading(found.path):
-        if found.manifest is None:
-            check_foreign(found.path)
-        return restore(found.path, found.manifest, state, pool, strict=strict, rng=rng, progress=progress)

@@ -71,6 +71,15 @@ def own_range(name: str, tensor: Any) -> tuple[int, int]:
     return first * row_bytes, last * row_bytes
 
 
+def from_local(local: torch.Tensor, like: Any) -> torch.Tensor:
+    """A tensor that is spread over the ranks as `like` is, with this shard of it here."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
 def _rows_at(name: str, tensor: Any, coordinate: tuple[int, ...], rows: int) -> tuple[int, int]:
     first, last = 0, rows
     for place, count, index in zip(tensor.placements, tensor.device_mesh.mesh.shape, coordinate, strict=True):
