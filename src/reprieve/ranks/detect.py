@@ -13,6 +13,8 @@ and with a number that counts the calls in this process: every rank must call `d
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import itertools
 import os
 import socket
@@ -102,8 +104,8 @@ def _beside_process_group(group: Any, rank: int, limit: timedelta) -> Store:
     theirs = group.distributed_c10d._get_default_store()
     if _served is None or _served[0] is not theirs:
         if rank == 0:
-            ours = TorchStore.serve()
             hosts = [host for host in (os.environ.get("MASTER_ADDR"), _own_address(), socket.gethostname()) if host]
+            ours = TorchStore.serve(_where_to_listen(hosts[0]))
             theirs.set("reprieve/store", " ".join([str(ours.port), *hosts]))
         else:
             ours = _find(theirs, limit)
@@ -125,6 +127,17 @@ def _find(theirs: Any, limit: timedelta) -> TorchStore:
         except StoreLost as error:
             lost = error
     raise lost
+
+
+def _where_to_listen(host: str) -> str:
+    """For a job on one machine on the loopback only; else on all interfaces, of the kind that `host` is reached by."""
+    with contextlib.suppress(OSError):
+        address = ipaddress.ip_address(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        if address.is_loopback:
+            return str(address)
+        if address.version == 6:
+            return "::"
+    return "0.0.0.0"  # noqa: S104 - other machines must reach it
 
 
 def _own_address() -> str | None:

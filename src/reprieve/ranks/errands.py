@@ -45,6 +45,8 @@ class Errands:
             if future.done():  # it was the call itself that raised it
                 raise
             raise StoreLost(self.lose(f"no answer within {limit.total_seconds():g} s")) from None
+        finally:
+            del future  # it holds an exception whose traceback holds this frame
 
     def lose(self, reason: str) -> str:
         """Every later call fails at once; the message it fails with."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import socket
 import struct
 import time
 import uuid
@@ -56,14 +57,22 @@ class TorchStore:
 
     @classmethod
     def serve(cls, host: str = "127.0.0.1", port: int = 0, *, limit: timedelta = ANSWER_LIMIT) -> TorchStore:
-        """Start a store in this process (it listens on all interfaces) and connect to it through `host`.
+        """Start a store in this process, and connect to it. It lives as long as this object, closed or not.
 
-        It lives as long as this object, whether or not this connection was closed.
+        `host` is the address that it listens on, one of this machine; "0.0.0.0" or "::" stand for all of them.
         """
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        server = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=limit)
-        store = cls(host, server.port, limit=limit)
+        # The server asks the name service about everybody who connects, and serves nobody meanwhile: 5 s for each
+        # lost packet. On a socket of its own making that is so for loopback, too, which there is no IPv4 address.
+        listener = socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=2048
+        )
+        port = listener.getsockname()[1]
+        server = TCPStore(
+            "localhost", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), timeout=limit
+        )
+        store = cls({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port, limit=limit)  # noqa: S104 - not bound to here
         store._server = server
         return store
 
