@@ -47,7 +47,9 @@ from reprieve.checkpoint.workers import Workers
 from reprieve.clock import Clock, SystemClock
 from reprieve.config import parse_duration, parse_size
 from reprieve.errors import ConfigError, InvalidCheckpoint, RanksError, StorageFull
+from reprieve.ranks.common_step import CommonStep
 from reprieve.ranks.group import LIMIT, Ranks
+from reprieve.ranks.step_protocol import SAVE
 from reprieve.storage.disk import Disk, explain
 from reprieve.storage.uri import local_path
 
@@ -172,6 +174,8 @@ class Checkpointer:
         self._closed = False
 
         self._saves = 0
+        self._common: CommonStep | None = None
+        self._asked = False
         self._ranks_are_ours = ranks is None
         self._ranks = ranks if ranks is not None else Ranks.detect(parse_duration(rank_timeout))
         self._owner = self._take_part(run or os.environ.get("REPRIEVE_RUN") or None, parse_duration(take_over_after))
@@ -245,9 +249,23 @@ class Checkpointer:
 
     def save_if_due(self, step: int, *, epoch_ended: bool = False, **details: Any) -> Save | None:
         """A background save if the schedule says so. Takes what `save` takes."""
-        if not self.schedule.due(step, epoch_ended=epoch_ended):
-            return None
-        return self.save(step, background=True, **details)
+        alone = self._ranks.world_size == 1
+        due = self.schedule.due(step, epoch_ended=epoch_ended) if alone else self._due_for_all(step, epoch_ended)
+        return self.save(step, background=True, **details) if due else None
+
+    def _due_for_all(self, step: int, epoch_ended: bool) -> bool:
+        """Steps and epochs are the same on all ranks. Time is not: when it is up on rank 0, one step is agreed on."""
+        due = self.schedule.due_at(step, epoch_ended=epoch_ended)
+        if self.schedule.interval is None:
+            return due
+        if self._common is None:
+            self._common = CommonStep(self._ranks, completed=step - 1)
+        if self._ranks.rank == 0 and not self._asked and self.schedule.time_is_up():
+            self._common.request(SAVE)
+            self._asked = True
+        while self._common.boundary(step) is not None:
+            due, self._asked = True, False
+        return due
 
     def _save(self, target: Path, details: _Details, background: bool, progress: Progress | None) -> Save:
         start = self._clock.monotonic()
@@ -437,6 +455,8 @@ class Checkpointer:
             self._thread.join()
             self._staging.close()
             self._owner.release()
+            if self._common is not None:
+                self._common.close()
             # Whoever hosts the store must not leave before the others have read how the last save went.
             if together and self._ranks.world_size > 1:
                 with contextlib.suppress(RanksError):

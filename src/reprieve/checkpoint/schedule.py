@@ -58,12 +58,16 @@ class Schedule:
 
     def due(self, step: int, *, epoch_ended: bool = False) -> bool:
         """Is a save due after this step? Never twice for the same step."""
+        return self.due_at(step, epoch_ended=epoch_ended) or (step != self._saved_step and self.time_is_up())
+
+    def due_at(self, step: int, *, epoch_ended: bool = False) -> bool:
+        """By steps and epochs alone: what every rank of a job answers alike."""
         if step == self._saved_step:
             return False
-        if self.epoch and epoch_ended:
-            return True
-        if self.steps is not None and step > 0 and step % self.steps == 0:
-            return True
+        return (self.epoch and epoch_ended) or (self.steps is not None and step > 0 and step % self.steps == 0)
+
+    def time_is_up(self) -> bool:
+        """By the clock alone, which no two ranks read at the same moment."""
         return self.interval is not None and self.clock.monotonic() - self._saved_at >= self.interval.total_seconds()
 
     def saved(self, step: int) -> None:
