@@ -13,7 +13,7 @@ import pytest
 from helpers import FailingDisk, manifest, pool, small_model
 from torch import nn
 
-from reprieve import Checkpointer, ConfigError, StorageError
+from reprieve import Checkpointer, ConfigError, InvalidCheckpoint, StorageError
 from reprieve.checkpoint.retention import Retention, reading
 from reprieve.checkpoint.survey import Found, survey
 from reprieve.checkpoint.verify import verify
@@ -109,6 +109,21 @@ def test_a_full_disk_waits_for_what_is_about_to_go(tmp_path: Path, monkeypatch: 
         checkpointer.restore()
         checkpointer.save(5)
         assert steps(tmp_path) == [5, 4]
+
+
+def test_what_is_older_than_the_restored_one_need_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreadable(*_: object, **__: object) -> Found:
+        raise InvalidCheckpoint("cannot be read back")
+
+    with Checkpointer(tmp_path, model=small_model(), keep=3) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step)
+    monkeypatch.setattr("reprieve.checkpoint.checkpointer.verify", unreadable)
+    with Checkpointer(tmp_path, model=small_model(), keep=1) as checkpointer:
+        checkpointer.restore()
+        assert steps(tmp_path) == [3, 2, 1], "a restore removes nothing"
+        checkpointer.save(4)
+    assert steps(tmp_path) == [4, 3], "3 was read in full; 4 was not"
 
 
 def test_nothing_goes_when_the_newest_cannot_be_read_back(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import operator
 import os
 import platform
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta, timezone
@@ -393,9 +393,14 @@ class Checkpointer:
         if (saved := self._last_saved) is None:
             return
         doomed = self.retention.doomed(survey(self.root), self.run, saved)
+        newest = names.checkpoint(self.root, saved)
+        if self._verified is not None:
+            # What is older than one that was read back need not wait for the next; that one itself stays until then.
+            verified = names.step_of(self._verified)
+            self._remove([one for one in doomed if one.step < (verified or 0)])
+            doomed = [one for one in doomed if one.step >= (verified or 0)]
         if not doomed:
             return
-        newest = names.checkpoint(self.root, saved)
         if newest != self._verified:
             try:
                 verify(newest, BlockPool(limit=2), progress=self._give_way)
@@ -406,9 +411,13 @@ class Checkpointer:
                 return
             self._verified = newest
             self._gave_way = False
-        assert isinstance(self._owner, Owner)
-        with self._explained(), self._owner.committing():
-            remove_doomed(self._disk, doomed)
+        self._remove(doomed)
+
+    def _remove(self, doomed: Sequence[Found]) -> None:
+        if doomed:
+            assert isinstance(self._owner, Owner)
+            with self._explained(), self._owner.committing():
+                remove_doomed(self._disk, doomed)
 
     def _give_way(self, _count: int) -> None:
         """A save that somebody waits for has the disk to itself, but not twice in a row: what is due to go must go."""
@@ -486,6 +495,8 @@ class Checkpointer:
         found, values = restored
         self._parent = found.path.name
         self._last_saved = found.step
+        if found.manifest is not None and found.manifest.world_size == self._ranks.world_size:
+            self._verified = found.path  # every byte of it was read
         self.schedule.saved(found.step)
         manifest = found.manifest
         return Restored(

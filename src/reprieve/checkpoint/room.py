@@ -14,12 +14,16 @@ from reprieve.checkpoint.retention import Retention
 from reprieve.checkpoint.survey import Found
 from reprieve.config import format_size
 from reprieve.errors import StorageFull
-from reprieve.storage.disk import PAGE, free_bytes
+from reprieve.storage.disk import PAGE, free_bytes, free_files
 
 log = logging.getLogger("reprieve")
 
 _MEMORY_MARGIN = 0.1
 """Part of the free memory that staging leaves to others."""
+
+
+_SPARE_FILES = 64
+"""A save makes a dozen files and folders, or a few for each rank; a start must find room for its owner record."""
 
 
 def check_room(root: Path, needed: int, going: int = 0) -> None:
@@ -30,6 +34,11 @@ def check_room(root: Path, needed: int, going: int = 0) -> None:
             28,
             f"no room for a checkpoint in {root}: {format_size(needed)} needed, {format_size(free)} free. "
             "Free some space or lower `keep`",
+        )
+    if not going and free_files(root) < _SPARE_FILES:
+        raise StorageFull(
+            28,
+            f"no room for the files of a checkpoint in {root}: {free_files(root):.0f} inodes free. Remove some files",
         )
 
 

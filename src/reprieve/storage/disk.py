@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import math
 import os
 import struct
 from dataclasses import dataclass
@@ -175,13 +176,19 @@ def free_bytes(folder: Path) -> int:
     return stat.f_bavail * stat.f_frsize
 
 
+def free_files(folder: Path) -> float:
+    """How many more files fit; infinity where the file system does not count them."""
+    stat = os.statvfs(folder)
+    return stat.f_favail if stat.f_files else math.inf
+
+
 def explain(error: OSError, folder: Path, *, needed: int | None = None) -> NoReturn:
     """Raise what the user should read in place of a bare OSError."""
     if isinstance(error, StorageError):
         raise error
     if error.errno in _NO_ROOM:
         try:
-            free = format_size(free_bytes(folder))
+            free = f"{format_size(free_bytes(folder))} and {free_files(folder):,.0f} inodes"
         except OSError:
             free = "unknown"
         need = f"{format_size(needed)} needed, " if needed is not None else ""
