@@ -86,8 +86,11 @@ def fork_server() -> ForkServer:
 def main(fd: int) -> None:
     """The server's side. Forks return from `_serve` with something to do."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test, which then closes the socket
+    # Imported for the children. Whoever makes an optimizer, or DDP, imports dynamo: 2 to 4 s of CPU in each rank.
+    import torch._dynamo  # noqa: F401
+
     import reprieve.checkpoint.checkpointer
-    import reprieve.ranks.torch_store  # noqa: F401 - imported for the children
+    import reprieve.ranks.torch_store  # noqa: F401
     from reprieve.testing import child
 
     gc.freeze()  # a collection in a child would touch, and so copy, all that was imported
