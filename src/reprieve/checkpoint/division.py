@@ -52,6 +52,11 @@ class FilePart:
         return [piece for piece in self.pieces if piece.owner == self.rank]
 
     @property
+    def alone(self) -> bool:
+        """Is it this rank that writes all of it?"""
+        return len(self.mine) == len(self.pieces)
+
+    @property
     def creates(self) -> bool:
         """Is it this rank that makes the file?"""
         return not self.layout.by_all or self.rank == 0
@@ -96,13 +101,13 @@ def _divide(layout: FileLayout, rank: int, load: list[int]) -> FilePart:
     shares = _joined(shares)
     owners = _Owners(shares)
     foreign = _foreign_crcs(layout, owners)
-    late = _late_pages(layout, owners, foreign)
+    apart = _set_apart(layout, owners, foreign)
     pieces: list[Piece] = []
     for number, (start, stop, owner) in enumerate(shares):
         at = start
-        for first, last in late.get(number, ()):
+        for first, last, late in apart.get(number, ()):
             pieces += _blocks(at, first, owner)
-            pieces += _blocks(first, last, owner, late=True)
+            pieces += _blocks(first, last, owner, late=late)
             at = last
         pieces += _blocks(at, stop, owner)
     return FilePart(layout, pieces, rank, foreign)
@@ -175,24 +180,32 @@ def _foreign_crcs(layout: FileLayout, owners: _Owners) -> frozenset[int]:
     return frozenset(crc for crc, ranks in writers.items() if len(ranks) > 1)
 
 
-def _late_pages(layout: FileLayout, owners: _Owners, foreign: frozenset[int]) -> dict[int, list[tuple[int, int]]]:
-    """By the number of the share, the pages in it whose bytes wait for the CRCs of other ranks."""
-    late: dict[int, list[tuple[int, int]]] = {}
+def _set_apart(layout: FileLayout, owners: _Owners, foreign: frozenset[int]) -> dict[int, list[tuple[int, int, bool]]]:
+    """By the number of the share, the pages in it that become pieces of their own, and whether they are late.
+
+    They are those whose bytes wait for the CRCs of other ranks; and between shards, what every rank needs (headers,
+    the optimizer's counters): a rank that reads it back should not have to read its neighbour's shard with it.
+    """
+    spread = any(isinstance(segment, Segment) and segment.holders is not None for segment in layout.segments)
+    apart: dict[int, list[tuple[int, int, bool]]] = {}
     for segment in layout.segments:
-        if not isinstance(segment, Deferred):
-            continue
-        if len(owners.shares) == 1 or (segment.needs is not None and segment.needs not in foreign):
+        if isinstance(segment, Deferred):
+            late = len(owners.shares) > 1 and (segment.needs is None or segment.needs in foreign)
+        else:
+            late = False
+        small = spread and segment.length < _SHARE_BYTES and (isinstance(segment, Deferred) or segment.holders is None)
+        if not late and not small:
             continue
         for number in owners.numbers(segment):
             start, stop, _ = owners.shares[number]
             first = max(start, segment.offset // PAGE * PAGE)
             last = min(stop, _page_up(segment.offset + segment.length))
-            pages = late.setdefault(number, [])
-            if pages and first <= pages[-1][1]:
-                pages[-1] = (pages[-1][0], max(pages[-1][1], last))
+            pages = apart.setdefault(number, [])
+            if pages and first < pages[-1][1]:
+                pages[-1] = (pages[-1][0], max(pages[-1][1], last), pages[-1][2] or late)
             else:
-                pages.append((first, last))
-    return late
+                pages.append((first, last, late))
+    return apart
 
 
 def _blocks(start: int, stop: int, owner: int, *, late: bool = False) -> Iterator[Piece]:

@@ -119,6 +119,9 @@ class Segment:
     holders: tuple[int, ...] | None = None
     """The ranks that hold these bytes; None for all."""
 
+    def held_by(self, rank: int) -> bool:
+        return self.holders is None or rank in self.holders
+
 
 @dataclass(slots=True)
 class Deferred:

@@ -81,7 +81,7 @@ class _File:
         self.digests: dict[int, str] = {}
         """By the start of the piece."""
         self.stretches: Crcs = {}
-        """Of CRCs that other ranks have a part in."""
+        """What of each CRC this rank knows."""
         self.received: Sequence[tuple[int, bytes]] = ()
         self._crcs = [0] * self.layout.crcs
         self._offsets = [segment.offset for segment in self.layout.segments]
@@ -91,7 +91,8 @@ class _File:
         """Bytes [start, stop) of the file, as far as this rank has them in its memory."""
         shift = slot.at - slot.piece.start
         for segment, first, last in self._overlapping(start, stop):
-            if isinstance(segment, Segment) and segment.source is not None:
+            if isinstance(segment, Segment) and segment.held_by(self.part.rank):
+                assert segment.source is not None
                 segment.source.copy(slot.load.block, segment.offset + first + shift, first, last)
 
     def seal(self, slot: _Slot, start: int, stop: int, digest: BlockHash) -> None:
@@ -103,7 +104,7 @@ class _File:
                 if not slot.piece.late:
                     view[at + shift : at + shift + last - first] = self._render(segment)[first:last]
                 continue
-            if segment.source is None:
+            if not segment.held_by(self.part.rank):
                 self._put_received(view, shift, at, segment.offset + last)
             if segment.crc >= 0:
                 self._add_to_crc(segment.crc, at, view[at + shift : at + shift + last - first])
@@ -118,7 +119,7 @@ class _File:
         digest.update(view[slot.at : slot.at + slot.piece.stop - slot.piece.start])
 
     def learn(self, stretches: Crcs) -> None:
-        """What all ranks know about the CRCs that no single one knows."""
+        """What all ranks know of the CRCs."""
         for number, known in stretches.items():
             self._crcs[number] = combined_crc(known)
 
@@ -136,19 +137,18 @@ class _File:
         while number < len(self.received) and (given := self.received[number])[0] < stop:
             first, last = max(start, given[0]), min(stop, given[0] + len(given[1]))
             if first < last:
+                assert first == start, f"{self.layout.name}: nobody gave bytes {start} to {first}"
                 view[first + shift : last + shift] = given[1][first - given[0] : last - given[0]]
+                start = last
             number += 1
+        assert start == stop, f"{self.layout.name}: nobody gave bytes {start} to {stop}"
 
     def _add_to_crc(self, number: int, at: int, data: memoryview) -> None:
-        if number not in self.part.foreign_crcs:
-            self._crcs[number] = crc32(data, self._crcs[number])
-            return
         known = self.stretches.setdefault(number, [])
-        if known and known[-1][0] + known[-1][1] == at:
-            offset, length, crc = known.pop()
-            known.append((offset, length + len(data), crc32(data, crc)))
-        else:
-            known.append((at, len(data), crc32(data, 0)))
+        offset, length, crc = known.pop() if known and known[-1][0] + known[-1][1] == at else (at, 0, 0)
+        # The record's own, unless others write parts of it: then what follows from it is late, and `learn` corrects this.
+        self._crcs[number] = crc32(data, crc)
+        known.append((offset, length + len(data), self._crcs[number]))
 
     def _render(self, segment: Deferred) -> bytes:
         if self._rendered[0] != segment.offset:
@@ -239,7 +239,7 @@ class Writer:
             raise
 
     def write(self, received: Received | None = None) -> dict[str, Crcs]:
-        """Write every piece that is not late; what this rank knows of the CRCs that it shares with others."""
+        """Write every piece that is not late; what this rank knows of the CRCs, for the others."""
         for file in self._files:
             file.received = (received or {}).get(file.layout.name, ())
             if file.file is None and file.part.mine:
@@ -257,7 +257,8 @@ class Writer:
         for load in list(self._loads):
             self._write_soon(load)
         self._wait()
-        return {file.layout.name: file.stretches for file in self._files if file.stretches}
+        # Those of whole records, too: whoever writes the directory repeats them all.
+        return {file.layout.name: file.stretches for file in self._files if file.stretches and not file.part.alone}
 
     def complete(self, crcs: Mapping[str, Crcs]) -> dict[str, dict[int, str]]:
         """Write what had to wait, and flush: durable on return. The digest of each piece of each file."""
