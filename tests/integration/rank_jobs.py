@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,18 @@ class Odd(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.first(x).relu()
         return self.second(hidden).square().mean() + self.head(hidden[:, :17] @ self.embed.weight).square().mean()
+
+
+class Large(nn.Module):
+    """Files of several megabytes: every rank has pieces to write, and zip records cross from one rank to the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(31, 30011)
+        self.second = nn.Linear(30011, 37)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).relu()).square().mean()
 
 
 class Normed(nn.Module):
@@ -90,23 +103,24 @@ def sharded(kind: Callable[[], nn.Module] = Odd, seed: int = 0, mesh: Any = None
 
 def checkpointer(root: Path, model: nn.Module, optimizer: torch.optim.Optimizer, **settings: Any) -> Checkpointer:
     state = {"model": model, "optimizer": optimizer}
-    return Checkpointer(root, run="r", disk=disk(), rank_timeout=settings.pop("rank_timeout", "20s"), **state, **settings)
+    return Checkpointer(
+        root, run="r", disk=disk(), rank_timeout=settings.pop("rank_timeout", "20s"), **state, **settings
+    )
 
 
-def save_ddp(root: Path, background: bool = False) -> Any:
+def save_ddp(root: Path, background: bool = False, kind: type[nn.Module] = Odd) -> Any:
     """Train, save, and say what was saved, gathered."""
-    model = replicated()
+    model = replicated(kind)
     optimizer = adamw(model)
     data = data_of(dist.get_rank())
     with checkpointer(root, model, optimizer, data=data, mine={"rank": dist.get_rank()}) as saver:
         steps(model, optimizer, 2, data)
         saver.save(2, background=background, values={"from": dist.get_rank()}).wait()
-        state = whole(model.module.state_dict()), whole(optimizer.state_dict()), data.get_state()
-    return state
+        return whole(model.module.state_dict()), whole(optimizer.state_dict()), data.get_state()
 
 
-def restore_ddp(root: Path) -> Any:
-    model = replicated(seed=7)
+def restore_ddp(root: Path, kind: type[nn.Module] = Odd) -> Any:
+    model = replicated(kind, seed=7)
     optimizer = adamw(model)
     data, mine = data_of(99), {"rank": -1}
     with checkpointer(root, model, optimizer, data=data, mine=mine) as saver:
@@ -116,8 +130,10 @@ def restore_ddp(root: Path) -> Any:
                 mine["rank"], found.values["from"], found.step)  # fmt: skip
 
 
-def save_fsdp(root: Path, background: bool = False, mesh_shape: tuple[int, ...] | None = None) -> Any:
-    model = sharded(mesh=_mesh(mesh_shape))
+def save_fsdp(
+    root: Path, background: bool = False, mesh_shape: tuple[int, ...] | None = None, kind: type[nn.Module] = Odd
+) -> Any:
+    model = sharded(kind, mesh=_mesh(mesh_shape))
     optimizer = adamw(model)
     with checkpointer(root, model, optimizer) as saver:
         steps(model, optimizer, 2, data_of(dist.get_rank()))
@@ -125,8 +141,8 @@ def save_fsdp(root: Path, background: bool = False, mesh_shape: tuple[int, ...] 
         return whole(model.state_dict()), whole(optimizer.state_dict())
 
 
-def restore_fsdp(root: Path, mesh_shape: tuple[int, ...] | None = None) -> Any:
-    model = sharded(seed=7, mesh=_mesh(mesh_shape))
+def restore_fsdp(root: Path, mesh_shape: tuple[int, ...] | None = None, kind: type[nn.Module] = Odd) -> Any:
+    model = sharded(kind, seed=7, mesh=_mesh(mesh_shape))
     optimizer = adamw(model)
     with checkpointer(root, model, optimizer) as saver:
         assert saver.restore() is not None
@@ -138,12 +154,46 @@ def restore_fsdp(root: Path, mesh_shape: tuple[int, ...] | None = None) -> Any:
         return before
 
 
-def restore_alone(root: Path) -> Any:
-    model = Odd()
+def restore_alone(root: Path, kind: type[nn.Module] = Odd) -> Any:
+    model = kind()
     optimizer = adamw(model)
     with checkpointer(root, model, optimizer) as saver:
         assert saver.restore() is not None
         return whole(model.state_dict()), whole(optimizer.state_dict())
+
+
+def save_by_time(root: Path) -> Any:
+    """Steps of which some are slow on one rank; a save is due every 50 ms."""
+    rank = dist.get_rank()
+    model = replicated()
+    optimizer = adamw(model)
+    saved = []
+    with checkpointer(root, model, optimizer, every="50ms", keep=None) as saver:
+        for step in range(1, 101):
+            steps(model, optimizer, 1, data_of(rank))
+            if rank == 1 and step % 7 == 0:
+                time.sleep(0.02)
+            if saver.save_if_due(step) is not None:
+                saved.append(step)
+    return saved
+
+
+def bytes_read(root: Path, mesh_shape: tuple[int, ...] | None = None, kind: type[nn.Module] = Large) -> int:
+    """How much of the storage this rank reads for its part of a restore."""
+    from reprieve.checkpoint import reader
+
+    count = 0
+    read_into = reader.read_into
+
+    def counting(*args: Any) -> int:
+        nonlocal count
+        done = read_into(*args)
+        count += done
+        return done
+
+    reader.read_into = counting
+    restore_fsdp(root, mesh_shape, kind)
+    return count
 
 
 def _mesh(shape: tuple[int, ...] | None) -> Any:

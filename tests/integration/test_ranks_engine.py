@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ from safetensors.torch import load_file
 
 from reprieve.checkpoint.blocks import BlockPool
 from reprieve.checkpoint.manifest import read_manifest
+from reprieve.checkpoint.plan import plan
+from reprieve.checkpoint.state import State
+from reprieve.checkpoint.survey import survey
 from reprieve.checkpoint.verify import verify
 from reprieve.testing import run_ranks, values
 
 from . import rank_jobs
-from .rank_jobs import Odd
+from .rank_jobs import Large
 
 
 def same(got: Any, want: Any) -> bool:
@@ -58,6 +62,47 @@ def test_shards_go_to_their_places_and_any_number_of_ranks_reads_them(background
     assert same(alone, saved[0])
 
 
+def test_pieces_of_many_ranks_make_the_same_files(tmp_path: Path) -> None:
+    """Megabytes, over a few ranks: what they write together is what stock readers expect, and what one alone writes."""
+    shards = values(run_ranks(3, rank_jobs.save_fsdp, tmp_path / "shards", True, None, Large))
+    replicas = values(run_ranks(4, rank_jobs.save_ddp, tmp_path / "replicas", False, Large))
+    for folder, saved in (("shards", shards), ("replicas", replicas)):
+        checkpoint = tmp_path / folder / "checkpoint-2"
+        verify(checkpoint, BlockPool())
+        stock = load_file(checkpoint / "model.safetensors")
+        assert same(dict(sorted(stock.items())), dict(sorted(saved[0][0].items())))
+        assert same(torch.load(checkpoint / "optimizer.pt", weights_only=True), saved[0][1])
+        with zipfile.ZipFile(checkpoint / "optimizer.pt") as archive:
+            assert archive.testzip() is None
+        assert len(read_manifest(checkpoint).files["optimizer.pt"].blocks) >= 3
+    for state in values(run_ranks(4, rank_jobs.restore_ddp, tmp_path / "replicas", Large)):
+        assert same(state[:2], replicas[0][:2])
+    for state in values(run_ranks(2, rank_jobs.restore_fsdp, tmp_path / "shards", None, Large)):
+        assert same(state, shards[0])
+    size = read_manifest(tmp_path / "shards" / "checkpoint-2").size
+    read = values(run_ranks(3, rank_jobs.bytes_read, tmp_path / "shards"))
+    assert sum(read) < 1.2 * size, "each rank reads its own part, and a little of what all need"
+    assert max(read) < 0.45 * size
+
+
+def test_replicas_write_equal_parts(tmp_path: Path) -> None:
+    values(run_ranks(4, rank_jobs.save_ddp, tmp_path, False, Large))
+    model = Large()
+    optimizer = rank_jobs.adamw(model)
+    rank_jobs.steps(model, optimizer, 1, rank_jobs.data_of(0))
+    shares = [plan(State({"model": model, "optimizer": optimizer}), rng=False, rank=rank, world_size=4).share
+              for rank in range(4)]  # fmt: skip
+    mean = sum(shares) / 4
+    assert max(shares) - mean <= 0.02 * mean and mean - min(shares) <= 0.02 * mean
+
+
+def test_a_save_by_time_is_at_one_step(tmp_path: Path) -> None:
+    saved = values(run_ranks(3, rank_jobs.save_by_time, tmp_path))
+    assert saved[0] == saved[1] == saved[2]
+    assert len(saved[0]) >= 3
+    assert sorted(one.step for one in survey(tmp_path)) == saved[0]
+
+
 def test_what_one_rank_wrote_is_read_by_several(tmp_path: Path) -> None:
     (saved,) = values(run_ranks(1, rank_jobs.save_fsdp, tmp_path))
     for state in values(run_ranks(3, rank_jobs.restore_fsdp, tmp_path)):
@@ -70,6 +115,3 @@ def test_replicated_shards(tmp_path: Path) -> None:
         assert same(state, saved[0])
     for state in values(run_ranks(2, rank_jobs.restore_fsdp, tmp_path)):
         assert same(state, saved[0])
-
-
-_ = Odd

@@ -120,13 +120,13 @@ class _Owners:
         self.shares = shares
         self._starts = [share[0] for share in shares]
 
-    def numbers(self, segment: Segment | Deferred) -> range:
-        """Which shares a segment is in."""
-        first = bisect_right(self._starts, segment.offset) - 1
-        return range(first, bisect_right(self._starts, segment.offset + segment.length - 1))
+    def numbers(self, start: int, stop: int) -> range:
+        """Which shares these bytes are in."""
+        return range(bisect_right(self._starts, start) - 1, bisect_right(self._starts, stop - 1))
 
     def of(self, segment: Segment | Deferred) -> set[int]:
-        return {self.shares[number][2] for number in self.numbers(segment)}
+        numbers = self.numbers(segment.offset, segment.offset + segment.length)
+        return {self.shares[number][2] for number in numbers}
 
 
 def _runs(segments: Sequence[Segment | Deferred]) -> Iterator[tuple[int, int, tuple[int, ...] | None]]:
@@ -183,28 +183,33 @@ def _foreign_crcs(layout: FileLayout, owners: _Owners) -> frozenset[int]:
 def _set_apart(layout: FileLayout, owners: _Owners, foreign: frozenset[int]) -> dict[int, list[tuple[int, int, bool]]]:
     """By the number of the share, the pages in it that become pieces of their own, and whether they are late.
 
-    They are those whose bytes wait for the CRCs of other ranks; and between shards, what every rank needs (headers,
-    the optimizer's counters): a rank that reads it back should not have to read its neighbour's shard with it.
+    They are those whose bytes wait for the CRCs of other ranks. And, where a file is made of shards, what several ranks
+    need when they read it back: the page where one shard ends and the next begins, and what is between tensors
+    (headers, an optimizer's counters). Nobody should have to read the whole shard of a neighbour for it.
     """
-    spread = any(isinstance(segment, Segment) and segment.holders is not None for segment in layout.segments)
     apart: dict[int, list[tuple[int, int, bool]]] = {}
-    for segment in layout.segments:
-        if isinstance(segment, Deferred):
-            late = len(owners.shares) > 1 and (segment.needs is None or segment.needs in foreign)
-        else:
-            late = False
-        small = spread and segment.length < _SHARE_BYTES and (isinstance(segment, Deferred) or segment.holders is None)
-        if not late and not small:
-            continue
-        for number in owners.numbers(segment):
-            start, stop, _ = owners.shares[number]
-            first = max(start, segment.offset // PAGE * PAGE)
-            last = min(stop, _page_up(segment.offset + segment.length))
+
+    def mark(start: int, stop: int, *, late: bool = False) -> None:
+        for number in owners.numbers(start, stop):
+            first = max(owners.shares[number][0], start // PAGE * PAGE)
+            last = min(owners.shares[number][1], _page_up(stop))
             pages = apart.setdefault(number, [])
             if pages and first < pages[-1][1]:
                 pages[-1] = (pages[-1][0], max(pages[-1][1], last), pages[-1][2] or late)
             else:
                 pages.append((first, last, late))
+
+    spread = any(isinstance(segment, Segment) and segment.holders is not None for segment in layout.segments)
+    for segment in layout.segments:
+        start, stop = segment.offset, segment.offset + segment.length
+        if isinstance(segment, Deferred):
+            late = len(owners.shares) > 1 and (segment.needs is None or segment.needs in foreign)
+            if late or spread:
+                mark(start, stop, late=late)
+        elif spread and segment.holders is None and segment.length < _SHARE_BYTES:
+            mark(start, stop)
+        elif spread and start % PAGE:
+            mark(start, start + 1)
     return apart
 
 
