@@ -113,6 +113,11 @@ class Ranks:
         """Leave `value` for rank `to`, who takes it with `receive`. Does not wait for that."""
         self.store.set(self._letter(name, self.rank, to), value)
 
+    def take_back(self, name: str, to: int) -> None:
+        """Remove what was last sent to rank `to` under this name: nobody will receive it."""
+        way = f"{name}/{self.rank}-{to}"
+        self.store.delete(f"{way}/{self._numbers[way] - 1}")
+
     def receive(self, name: str, frm: int, *, limit: timedelta | None = None) -> bytes:
         """What rank `frm` sent here under this name, in the order in which it was sent."""
         store = self.store
@@ -184,17 +189,22 @@ class _Clients:
         self._local.store = store
         self._all: weakref.WeakSet[Store] = weakref.WeakSet([store])
         self._lock = threading.Lock()
+        self._closed = False
 
     def mine(self) -> Store:
         store: Store | None = getattr(self._local, "store", None)
         if store is None:
-            store = self._local.store = self._store.client()
+            store = self._store.client()
             with self._lock:
+                if self._closed:
+                    store.close()
                 self._all.add(store)
+            self._local.store = store
         return store
 
     def close(self) -> None:
         with self._lock:
+            self._closed = True
             for store in list(self._all):
                 store.close()
 
