@@ -140,6 +140,7 @@ def _finish_replacing(disk: Disk, target: Path) -> None:
             disk.rename(path, target / path.name)
     if others:
         disk.flush_folder(target)
+        disk.flush_folder(old)
     disk.remove_tree(old)
 
 
