@@ -46,7 +46,7 @@ from reprieve.checkpoint.verify import verify
 from reprieve.checkpoint.workers import Workers
 from reprieve.clock import Clock, SystemClock
 from reprieve.config import parse_duration, parse_size
-from reprieve.errors import ConfigError, InvalidCheckpoint, RanksError, StorageFull
+from reprieve.errors import ConfigError, InvalidCheckpoint, RankFailed, RanksError, StateError, StorageFull
 from reprieve.ranks.common_step import CommonStep
 from reprieve.ranks.group import LIMIT, Ranks
 from reprieve.ranks.step_protocol import SAVE
@@ -277,13 +277,22 @@ class Checkpointer:
             if not may_skip:
                 self._finish_writing(details.step)
             self._raise_background_error()
-            decision = self._decide(target, details.step, may_skip) if self._ranks.rank == 0 else {}
+            decision: dict[str, Any] = {"step": details.step}
+            if self._ranks.rank == 0:
+                decision |= self._decide(target, details.step, may_skip)
             if "skip" in decision:
                 return decision
             job = self._saving(details, progress)
             return {**decision, **job.described()}
 
-        plans = self._ranks.agree("plan", describe)
+        try:
+            plans = self._ranks.agree("plan", describe)
+        except RankFailed:
+            # A save that failed in the background failed on all ranks: it has been said now, on every one of them.
+            self._finish_writing(details.step)
+            self._raise_background_error()
+            raise
+        _check_same_step(plans)
         if skip := plans[0].get("skip"):
             return Save(details.step, target, skipped=skip)
         self._finish_writing(details.step)
@@ -533,6 +542,12 @@ class _Details:
 
 class _Hurry(Exception):
     """Somebody waits for a save: reading back can wait."""
+
+
+def _check_same_step(plans: list[dict[str, Any]]) -> None:
+    if len({one["step"] for one in plans}) > 1:
+        by_rank = ", ".join(f"rank {rank} at {one['step']}" for rank, one in enumerate(plans))
+        raise StateError(f"the ranks save at different steps: {by_rank}")
 
 
 def _finite(metrics: Mapping[str, float] | None) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """One save, from the state to a checkpoint: the arrows of docs/architecture.md, each an agreement of all ranks.
 
     plan     every rank has the same files in mind; replicas are compared on a sample
-    begin    rank 0 makes the folder and the files
+    begin    rank 0 makes the folder and the files; ranks that share a page give its bytes to the one that writes it
     (stage   a background save copies the state; training goes on)
     write    each rank writes its pieces
     flush    pieces that had to wait for others are written; everything is durable
@@ -28,7 +28,7 @@ from reprieve.checkpoint.plan import Plan
 from reprieve.checkpoint.replicas import Divergence, compare, sample
 from reprieve.checkpoint.room import bytes_on_disk
 from reprieve.checkpoint.writer import Crcs, Writer
-from reprieve.errors import StateError
+from reprieve.errors import RanksError, StateError
 from reprieve.ranks.group import Ranks
 from reprieve.storage.disk import Disk, explain
 
@@ -62,9 +62,9 @@ class Saving:
         self._folder = folder
         self.plan = plan
         self._manifest = manifest
-        self._letters = f"edges-{number}"
+        self._number = number
         self._writer = Writer(disk, pool, folder, plan.parts, progress=progress)
-        self._bundles: dict[int, bytes] | None = None
+        self._letters = ""
         self._replacing: str | None = None
         self.diverged: list[Divergence] = []
 
@@ -73,7 +73,7 @@ class Saving:
         if self._ranks.world_size == 1:
             return {}
         return {
-            "step": self._manifest.step,
+            "number": self._number,
             "files": self.plan.fingerprints(),
             "own": bytes_on_disk(self.plan, alone=False),
             "sample": sample(self.plan, self._manifest.step, self._ranks.rank, self._pool),
@@ -85,6 +85,9 @@ class Saving:
         needed = bytes_on_disk(self.plan) + sum(one["own"] for one in plans[1:])
         if self._ranks.world_size > 1:
             self._compare(plans)
+            # Rank 0's number: one that did not get to describe its plan, because another rank had failed, counts less.
+            self._letters = f"edges-{plans[0]['number']}"
+        sent: list[int] = []
 
         def make() -> None:
             if self._ranks.rank == 0:
@@ -92,15 +95,25 @@ class Saving:
                 self._owner.check()
                 commit.begin(self._disk, self._folder)
                 self._writer.create()
+            # Here, so that all of them are there when the first rank asks for its own: nobody waits for a rank that
+            # has failed meanwhile.
+            for to, bundle in edges.outgoing(self.plan.parts, self._ranks.rank, self._pool).items():
+                sent.append(to)
+                self._ranks.send(self._letters, to, bundle)
 
         with self._discarding():
-            self._ranks.agree("begin", self._explained(make))
+            try:
+                self._ranks.agree("begin", self._explained(make))
+            except BaseException:
+                with contextlib.suppress(RanksError):
+                    for to in sent:
+                        self._ranks.take_back(self._letters, to)
+                raise
 
     def stage(self) -> None:
         """Copy the state: when this returns, training may change it."""
         try:
             with self._discarding():
-                self._bundles = edges.outgoing(self.plan.parts, self._ranks.rank, self._pool)
                 self._writer.stage()
         except BaseException as error:
             self._tell(error)
@@ -117,9 +130,6 @@ class Saving:
 
     def _compare(self, plans: list[dict[str, Any]]) -> None:
         """Every rank comes to the same conclusion, from the same descriptions."""
-        steps = {rank: one["step"] for rank, one in enumerate(plans)}
-        if len(set(steps.values())) > 1:
-            raise StateError(f"the ranks save at different steps: {_by_rank(steps)}")
         for name in sorted(set().union(*(one["files"] for one in plans))):
             odd = [rank for rank, one in enumerate(plans) if one["files"].get(name) != plans[0]["files"].get(name)]
             if odd:
@@ -134,10 +144,6 @@ class Saving:
     def _write(self) -> dict[str, list[Any]]:
         self._writer.create()
         rank, parts = self._ranks.rank, self.plan.parts
-        if self._bundles is None:
-            self._bundles = edges.outgoing(parts, rank, self._pool)
-        for to, bundle in self._bundles.items():
-            self._ranks.send(self._letters, to, bundle)
         received = {frm: self._ranks.receive(self._letters, frm) for frm in edges.senders(parts, rank)}
         crcs = self._writer.write(edges.incoming(parts, rank, received))
         return {name: list(known.items()) for name, known in crcs.items()}
@@ -212,7 +218,3 @@ def _entry(size: int, blocks: Mapping[int, str], block_bytes: int) -> FileEntry:
     starts = sorted(blocks)
     uniform = starts == list(range(0, size, block_bytes))
     return FileEntry.of(size, [blocks[start] for start in starts], None if uniform else starts)
-
-
-def _by_rank(values: Mapping[int, object]) -> str:
-    return ", ".join(f"rank {rank} at {value}" for rank, value in values.items())

@@ -94,9 +94,14 @@ class Ranks:
                 keys.set(str(self.rank), mine)
         except BaseException as error:
             # The others should know at once. Where they cannot be told, their time runs out.
+            mine = _encode({"failed": self.rank, "reason": _reason(error)})
             with contextlib.suppress(RanksError):
-                keys.put_once("end", _encode({"failed": self.rank, "reason": _reason(error)}))
+                outcome = keys.put_once("end", mine)
                 keys.add("arrived", 1)
+                self._forget_older(name)
+            if isinstance(error, OSError) and outcome not in (None, mine):
+                # What another rank's failure led to, such as files that were removed: its reason says more.
+                raise _failure(_decode(outcome), name) from error
             raise
         if keys.add("arrived", 1) == self.world_size and outcome is None:
             outcome = keys.put_once("end", self._all_results(keys))
@@ -210,16 +215,20 @@ class _Clients:
 
 
 def _results(outcome: Any, name: str) -> list[Any]:
-    if "all" in outcome:
-        results: list[Any] = outcome["all"]
-        return results
+    if "all" not in outcome:
+        raise _failure(outcome, name)
+    results: list[Any] = outcome["all"]
+    return results
+
+
+def _failure(outcome: Any, name: str) -> RankFailed:
     if "failed" in outcome:
-        raise RankFailed(outcome["failed"], outcome["reason"], during=name)
+        return RankFailed(outcome["failed"], outcome["reason"], during=name)
     missing = outcome["missing"]
     came = f"did not come within {outcome['limit_s']:g} s"
     if len(missing) == 1:
-        raise RankFailed(missing[0], came, during=name)
-    raise RankFailed(None, f"ranks {', '.join(map(str, missing))} {came}", during=name)
+        return RankFailed(missing[0], came, during=name)
+    return RankFailed(None, f"ranks {', '.join(map(str, missing))} {came}", during=name)
 
 
 def _reason(error: BaseException) -> str:
