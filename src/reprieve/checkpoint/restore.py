@@ -79,7 +79,8 @@ class Restoring:
             self._prepare()
         if self._world_size == 1 or self._manifest is None:
             return []
-        own = {self._own_file(name) for name in (*self._state.stateful, *self._state.plain, VALUES, RNG)}
+        names = (*self._state.stateful, *self._state.plain, VALUES, RNG)
+        own = {self._own_file(name) for name in names if self._state.sharing(name) is Sharing.OWN}
         return [
             file.name
             for file in self._reader.files()
