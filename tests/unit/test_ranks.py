@@ -68,7 +68,9 @@ def raises(error: BaseException) -> Any:
 
 
 def test_results_by_rank(store: Store) -> None:
+    begun = time.monotonic()
     results = together(store, 3, lambda ranks: ranks.agree("work", lambda: {"rank": ranks.rank, "b": b"\0\xff"}))
+    assert time.monotonic() - begun < 10
     assert results == [[{"rank": rank, "b": b"\0\xff"} for rank in range(3)]] * 3
 
 
@@ -195,6 +197,27 @@ def test_a_result_that_cannot_be_told_is_a_failure() -> None:
     own, other = together(MemoryStore(), 2, lambda ranks: ranks.agree("work", lambda: object if ranks.rank == 0 else 0))
     assert isinstance(own, TypeError)
     assert (other.rank, "cannot tell" in other.reason) == (0, True)
+
+
+def test_storage_that_fails_after_another_ranks_failure_is_no_news(store: Store) -> None:
+    """Such as files that were removed because of that failure: its reason says more."""
+
+    def work(ranks: Ranks, later: Exception) -> Any:
+        def fail() -> None:
+            begun.wait()
+            if ranks.rank == 0:
+                raise ValueError("first")
+            time.sleep(0.5)
+            raise later
+
+        begun = barriers[str(later)]
+        return ranks.agree("work", fail)
+
+    barriers = {"gone": threading.Barrier(2), "bad": threading.Barrier(2)}
+    first, other = together(store, 2, lambda ranks: work(ranks, FileNotFoundError("gone")))
+    assert (str(first), str(other), str(other.__cause__)) == ("first", "work: rank 0: ValueError: first", "gone")
+    first, other = together(prefixed(store, "again"), 2, lambda ranks: work(ranks, TypeError("bad")))
+    assert (str(first), str(other)) == ("first", "bad")
 
 
 def test_after_a_failure_the_next_one_works(store: Store) -> None:
@@ -376,7 +399,7 @@ def test_torchs_store_stays_small() -> None:
 
 
 def test_an_outcome_stays_until_every_rank_has_read_it() -> None:
-    """A rank stands still after its arrival, while the others go on and fail, again and again."""
+    """A rank stands still after its arrival, while the others go on, and one of them fails again and again."""
     store = MemoryStore()
     rest_is_done = threading.Event()
 
@@ -393,7 +416,7 @@ def test_an_outcome_stays_until_every_rank_has_read_it() -> None:
         outcome = ranks.agree("work", lambda: ranks.rank)
         for _ in range(5):
             with pytest.raises((ZeroDivisionError, RankFailed)):
-                ranks.agree("work", lambda: 1 / 0)
+                ranks.agree("work", lambda: 1 / (ranks.rank - 2))
         if ranks.rank == 0:
             rest_is_done.set()
         return outcome

@@ -71,7 +71,7 @@ class Ranks:
         If it raises on any rank, or a rank does not come within the limit (counted from our own arrival), it fails on
         all of them: the rank itself raises its own exception, the others `RankFailed` with its reason. The outcome is
         the same on every rank, also on one that arrives after the decision; work that has failed elsewhere
-        already is not begun.
+        already is not begun, and if it ends there with an `OSError`, that is taken for a consequence.
 
         Results are what JSON can hold, and bytes; tuples become lists. Every rank calls a name equally often; different
         names may be used by different threads at the same time. Use few names: the last keys of each stay in the store.

@@ -8,7 +8,7 @@ import threading
 import time
 from pathlib import Path
 
-from reprieve.storage.disk import Disk, OpenFile
+from reprieve.storage.disk import PAGE, Disk, OpenFile
 
 
 class SlowDisk(Disk):
@@ -28,34 +28,50 @@ class SlowDisk(Disk):
 
 
 class FullDisk(Disk):
-    """No room (ENOSPC) after so many bytes, counted by what is reserved or, in files without a reservation, written."""
+    """No room (ENOSPC) after so many bytes: those that files reserve or, where they reserve none, hold. What is removed
+    makes room again."""
 
     def __init__(self, after_bytes: int) -> None:
         self.left_bytes = after_bytes
         self._lock = threading.Lock()
-        self._reserved: dict[Path, int] = {}
+        self._taken: dict[tuple[int, int], int] = {}
+        """Bytes by inode: names change."""
 
     def create(self, path: Path, size: int) -> OpenFile:
-        self._take(path, size)
-        file = super().create(path, size)
         with self._lock:
-            self._reserved[path] = size
+            if size > self.left_bytes:
+                raise _full(path)
+        file = super().create(path, size)
+        self._take(file, size)
         return file
 
     def write(self, file: OpenFile, data: memoryview, offset: int) -> None:
-        with self._lock:
-            reserved = self._reserved.get(file.path, 0)
-        # Direct I/O writes whole pages: what goes beyond the reserved size by less than one was reserved with it.
-        self._take(file.path, 0 if reserved else data.nbytes)
+        # Direct I/O writes whole pages; the last one may reach beyond the size that was reserved, and is cut off later.
+        self._take(file, offset + data.nbytes, slack=PAGE)
         super().write(file, data, offset)
 
     def remove(self, path: Path) -> None:
+        inode = _inode(os.lstat(path))
         super().remove(path)
         with self._lock:
-            self.left_bytes += self._reserved.pop(path, 0)
+            self.left_bytes += self._taken.pop(inode, 0)
 
-    def _take(self, path: Path, count: int) -> None:
+    def _take(self, file: OpenFile, size: int, *, slack: int = 0) -> None:
+        """The file has this size, or more."""
+        inode = _inode(os.fstat(file.fd))
         with self._lock:
-            if count > self.left_bytes:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-            self.left_bytes -= count
+            taken = self._taken.get(inode, 0)
+            if size <= taken + (slack if taken else 0):
+                return
+            if size - taken > self.left_bytes:
+                raise _full(file.path)
+            self.left_bytes -= size - taken
+            self._taken[inode] = size
+
+
+def _inode(stat: os.stat_result) -> tuple[int, int]:
+    return stat.st_dev, stat.st_ino
+
+
+def _full(path: Path) -> OSError:
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
