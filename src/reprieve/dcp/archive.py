@@ -55,15 +55,19 @@ class PlainTensor:
 def open_item(piece: Slice) -> PlainTensor | torch.Tensor:
     """Where the tensor's bytes are. If it is not a plain one: the tensor, and `piece.targets` are what fills it."""
     archive = TorchFile(cast(CheckpointFile, piece))
-    keys: list[tuple[str, int]] = []
+    keys: list[str] = []
 
     def note(key: str, size: int, location: str) -> torch.UntypedStorage:
-        keys.append((key, size))
+        keys.append(key)
         return meta_storage(key, size, location)
 
-    tensor = _tensor(piece, archive.load(note))
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter) and len(keys) == 1 and _is_row_major(tensor):
-        start, stop = archive.range(f"data/{keys[0][0]}")
+    tensor: torch.Tensor | None
+    try:
+        tensor = _tensor(piece, archive.load(note))
+    except InvalidCheckpoint:
+        tensor = None  # there are kinds that cannot be made without memory
+    if tensor is not None and len(keys) == 1 and _is_row_major(tensor):
+        start, stop = archive.range(f"data/{keys[0]}")
         start += int(tensor.storage_offset()) * tensor.element_size()
         if start + tensor.nbytes > stop:
             raise piece.bad("has fewer bytes than its tensor needs")
@@ -89,7 +93,7 @@ def _tensor(piece: Slice, loaded: Any) -> torch.Tensor:
 
 def _is_row_major(tensor: torch.Tensor) -> bool:
     return (
-        tensor.layout is torch.strided
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and not tensor.is_quantized
         and tensor.is_contiguous()
         and not tensor.is_conj()

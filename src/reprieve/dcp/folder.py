@@ -58,7 +58,11 @@ def begin(disk: Disk, target: Path, save_id: str) -> Path:
     _recover(disk, target)
     if _is_alive(folder):
         raise FolderInUse(f"{folder} is being written by another process: wait for it, or save under another name")
-    commit.begin(disk, folder, f"save {save_id}\n")
+    try:
+        commit.begin(disk, folder, f"save {save_id}\n")
+    except BaseException:
+        commit.discard(disk, folder)
+        raise
     _lock(folder)
     return folder
 
