@@ -77,8 +77,9 @@ class CommonStep:
         self._world_size = ranks.world_size
         self._limits = {
             protocol.Patience.FOREVER: _FOREVER,
-            protocol.Patience.PROMPT: min(stop_limit, ranks.limit),
-            protocol.Patience.LONG: ranks.limit,
+            protocol.Patience.PROMPT: min(stop_limit, ranks.limit) / 2,  # waited for twice
+            protocol.Patience.LONG: ranks.limit / 2,
+            protocol.Patience.LATE: ranks.limit,
         }
         self._on_lost = on_lost
         self._lock = threading.Lock()
@@ -225,7 +226,7 @@ class CommonStep:
             self._changed.notify_all()
         if first:
             error = _error(failure)
-            log.warning("rank %d: %s. From now on the ranks cannot stop or save together", self._rank, error)
+            log.warning("%s (seen by rank %d). From now on the ranks cannot stop or save together", error, self._rank)
             if self._on_lost is not None:
                 self._on_lost(error)
 

@@ -132,8 +132,9 @@ class Patience(Enum):
     """How long to wait for a key. The result is None when that time has passed."""
 
     FOREVER = "for ever"
-    PROMPT = "as long as a rank that is alive may take to answer when time is short"
-    LONG = "as long as a rank may come later than the others"
+    PROMPT = "as long as a rank that is there may take to answer, when time is short"
+    LONG = "as long as a rank that is there may take to answer"
+    LATE = "as long as a rank may join later than the others"
 
 
 class Wait(NamedTuple):
@@ -199,15 +200,19 @@ def watch(rank: int, world_size: int, generation: int) -> Program:
     outcome = None
     if (yield from _publish(rank, world_size, generation, started)):
         outcome = yield from _decide(generation)
+    patience = Patience.PROMPT if kind == STOP else Patience.LONG
     if outcome is None:
-        outcome = yield Wait(end, Patience.PROMPT if kind == STOP else Patience.LONG)
+        outcome = yield Wait(end, patience)
     if outcome is None:
-        outcome = yield from _decide(generation, without=(Silent.JOINED,))
+        # Who is there by now and still silent after the same time again has died. Who joins later has its own time.
+        there = yield from _there(generation)
+        outcome = yield Wait(end, patience)
+        if outcome is None:
+            outcome = yield from _decide(generation, without=there)
     if outcome is None:
-        # All who are missing are still to come: they were started later, or are slow to load.
-        outcome = yield Wait(end, Patience.LONG)
+        outcome = yield Wait(end, Patience.LATE)
     if outcome is None:
-        outcome = yield from _decide(generation, without=(Silent.JOINED, Silent.ABSENT))
+        outcome = yield from _decide(generation, without=range(world_size))
     agreed = isinstance(outcome, int)
     yield Settle(outcome if agreed else Failure(missing=tuple(outcome)))
     if agreed and rank == 0 and generation:
@@ -225,7 +230,13 @@ def _publish(rank: int, world_size: int, generation: int, started: int) -> Progr
     return arrived + left >= world_size
 
 
-def _decide(generation: int, without: Sequence[Silent] = ()) -> Program:
+def _there(generation: int) -> Program:
+    """Who has joined and not answered yet."""
+    answers = yield Collect(generation)
+    return tuple(rank for rank, answer in enumerate(answers) if answer is Silent.JOINED)
+
+
+def _decide(generation: int, without: Sequence[int] = ()) -> Program:
     """What all ranks conclude, or None as long as there is something to wait for. `without`: whom not to wait for.
 
     There is one end, written once: whoever knows first writes it, and everybody else takes that.
@@ -234,8 +245,9 @@ def _decide(generation: int, without: Sequence[Silent] = ()) -> Program:
     missing = [rank for rank, answer in enumerate(answers) if isinstance(answer, Silent)]
     if not missing:
         return (yield PutOnce(f"{generation}/end", common_step(answers)))
-    if any(answers[rank] in without for rank in missing):
-        return (yield PutOnce(f"{generation}/end", missing))
+    given_up = [rank for rank in missing if rank in without]
+    if given_up:
+        return (yield PutOnce(f"{generation}/end", given_up))
     return None
 
 
