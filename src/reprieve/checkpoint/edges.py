@@ -6,9 +6,8 @@ other one bundle with all that it needs, in an order that both know (`division` 
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from reprieve.checkpoint.blocks import BLOCK_BYTES, BlockPool
 from reprieve.checkpoint.division import FilePart
@@ -16,8 +15,7 @@ from reprieve.checkpoint.layout import Segment
 from reprieve.checkpoint.streams import SideStreams
 
 
-@dataclass(frozen=True, slots=True)
-class Edge:
+class Edge(NamedTuple):
     """Bytes [start, stop) of a file: `sender` holds them, `owner` writes them."""
 
     part: FilePart
@@ -32,15 +30,19 @@ def edges_of(parts: Sequence[FilePart]) -> Iterator[Edge]:
     for part in parts:
         if not part.layout.by_all:
             continue
-        starts = [piece.start for piece in part.pieces]
+        pieces, number = part.pieces, 0
         for segment in part.layout.segments:
             if not isinstance(segment, Segment) or segment.holders is None:
                 continue
-            end = segment.offset + segment.length
-            for piece in part.pieces[bisect_right(starts, segment.offset) - 1 : bisect_right(starts, end - 1)]:
-                if piece.owner not in segment.holders:
-                    start, stop = max(piece.start, segment.offset), min(piece.stop, end)
-                    yield Edge(part, segment, start, stop, segment.holders[0], piece.owner)
+            start, end = segment.offset, segment.offset + segment.length
+            while pieces[number].stop <= start:
+                number += 1
+            while start < end:
+                _, stop, owner, _ = pieces[number]
+                if owner not in segment.holders:
+                    yield Edge(part, segment, start, min(stop, end), segment.holders[0], owner)
+                start = stop
+                number += stop < end
 
 
 def outgoing(parts: Sequence[FilePart], rank: int, pool: BlockPool) -> dict[int, bytes]:

@@ -202,8 +202,8 @@ class LayoutBuilder:
         self, name: str, tensor: torch.Tensor, *, crc: int = -1, holders: tuple[int, ...] | None = None
     ) -> None:
         """A tensor's bytes in row-major order. Of one that is spread over ranks, those that this rank holds."""
-        tensor = tensor.detach()
         if not is_sharded(tensor):
+            tensor = tensor.detach()
             self.add_source(
                 source_of(tensor) if tensor.nbytes else None, tensor.nbytes,
                 crc=crc, device=tensor.device, label=name, holders=holders,

@@ -7,8 +7,10 @@ gathered. Any other placement would scatter a rank's bytes over the file a row a
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,22 +41,18 @@ def whole_bytes(tensor: torch.Tensor) -> int:
 
 def local_part(tensor: Any) -> torch.Tensor:
     """The shard that this rank holds."""
-    local: torch.Tensor = tensor.detach().to_local()
-    return local.wait() if hasattr(local, "wait") else local
+    with torch.no_grad():  # or it would be a view that knows its way back: a hundred times as slow
+        local: torch.Tensor = tensor.to_local()
+    return (local.wait() if hasattr(local, "wait") else local).detach()
 
 
 def shards_of(name: str, tensor: Any) -> list[Shard]:
     """The ranges that cover the whole tensor, in order. The same on every rank."""
-    rows = tensor.shape[0] if tensor.ndim else 1
-    row_bytes = whole_bytes(tensor) // rows if rows else 0
-    holders: dict[tuple[int, int], list[int]] = {}
-    ranks = tensor.device_mesh.mesh
-    for coordinate in itertools.product(*(range(count) for count in ranks.shape)):
-        held = _rows_at(name, tensor, coordinate, rows)
-        if held[0] < held[1]:
-            holders.setdefault(held, []).append(int(ranks[coordinate]))
+    rows, row_bytes = _rows(tensor)
+    _check_placements(name, tensor)
     return [
-        Shard(first * row_bytes, last * row_bytes, tuple(sorted(who))) for (first, last), who in sorted(holders.items())
+        Shard(first * row_bytes, last * row_bytes, holders)
+        for first, last, holders in _held(tensor.device_mesh, tensor.placements, rows)
     ]
 
 
@@ -63,9 +61,9 @@ def own_range(name: str, tensor: Any) -> tuple[int, int]:
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:  # this rank is not in the tensor's mesh
         return 0, 0
-    rows = tensor.shape[0] if tensor.ndim else 1
-    row_bytes = whole_bytes(tensor) // rows if rows else 0
-    first, last = _rows_at(name, tensor, tuple(coordinate), rows)
+    rows, row_bytes = _rows(tensor)
+    _check_placements(name, tensor)
+    first, last = _rows_at(coordinate, tensor.device_mesh.shape, tensor.placements, rows)
     if (last - first) * row_bytes != local_part(tensor).nbytes:
         raise StateError(f"{name} is spread over the ranks in a way that is not known here: {tensor.placements}")
     return first * row_bytes, last * row_bytes
@@ -80,18 +78,39 @@ def from_local(local: torch.Tensor, like: Any) -> torch.Tensor:
     )
 
 
-def _rows_at(name: str, tensor: Any, coordinate: tuple[int, ...], rows: int) -> tuple[int, int]:
-    first, last = 0, rows
-    for place, count, index in zip(tensor.placements, tensor.device_mesh.mesh.shape, coordinate, strict=True):
-        if place.is_replicate():
-            continue
-        if type(place).__name__ != "Shard" or place.dim != 0:
+def _rows(tensor: Any) -> tuple[int, int]:
+    """How many there are, and the bytes of one."""
+    rows = tensor.shape[0] if tensor.ndim else 1
+    return rows, whole_bytes(tensor) // rows if rows else 0
+
+
+def _check_placements(name: str, tensor: Any) -> None:
+    for place in tensor.placements:
+        if not place.is_replicate() and (type(place).__name__ != "Shard" or place.dim != 0):
             raise StateError(
                 f"{name} is placed as {place} over the ranks; only Shard(0) and Replicate() can be written into one "
                 "file without gathering. Save it with torch.distributed.checkpoint and reprieve.dcp.StorageWriter, "
                 "which take any placement"
             )
-        # As torch.chunk does: all of one size, the last ones shorter or empty.
-        size = -(-(last - first) // count)
-        first, last = min(first + index * size, last), min(first + (index + 1) * size, last)
+
+
+@functools.lru_cache(maxsize=1024)
+def _held(mesh: Any, placements: tuple[Any, ...], rows: int) -> list[tuple[int, int, tuple[int, ...]]]:
+    """Ranges of rows and the ranks that hold them. Kept: a model has few heights, and a large mesh takes its time."""
+    holders: dict[tuple[int, int], list[int]] = {}
+    coordinates = itertools.product(*(range(count) for count in mesh.shape))
+    for coordinate, rank in zip(coordinates, mesh.mesh.flatten().tolist(), strict=True):
+        first, last = _rows_at(coordinate, mesh.shape, placements, rows)
+        if first < last:
+            holders.setdefault((first, last), []).append(rank)
+    return [(first, last, tuple(sorted(ranks))) for (first, last), ranks in sorted(holders.items())]
+
+
+def _rows_at(coordinate: Sequence[int], shape: Sequence[int], placements: Sequence[Any], rows: int) -> tuple[int, int]:
+    first, last = 0, rows
+    for place, count, index in zip(placements, shape, coordinate, strict=True):
+        if not place.is_replicate():
+            # As torch.chunk does: all of one size, the last ones shorter or empty.
+            size = -(-(last - first) // count)
+            first, last = min(first + index * size, last), min(first + (index + 1) * size, last)
     return first, last

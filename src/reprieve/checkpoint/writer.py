@@ -146,7 +146,7 @@ class _File:
     def _add_to_crc(self, number: int, at: int, data: memoryview) -> None:
         known = self.stretches.setdefault(number, [])
         offset, length, crc = known.pop() if known and known[-1][0] + known[-1][1] == at else (at, 0, 0)
-        # The record's own, unless others write parts of it: then what follows from it is late, and `learn` corrects this.
+        # The whole record's, unless others write parts of it: then what follows from it is late, and waits for `learn`.
         self._crcs[number] = crc32(data, crc)
         known.append((offset, length + len(data), self._crcs[number]))
 
