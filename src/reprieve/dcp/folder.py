@@ -24,6 +24,7 @@ from pathlib import Path
 from reprieve.checkpoint import commit, names
 from reprieve.checkpoint.manifest import MANIFEST, SENTINEL, Manifest, read_manifest
 from reprieve.checkpoint.resume import make_root
+from reprieve.checkpoint.survey import look_at
 from reprieve.errors import CheckpointError, Fenced, FolderInUse, InvalidCheckpoint
 from reprieve.storage.disk import Disk
 
@@ -100,6 +101,7 @@ def publish(disk: Disk, target: Path, manifest: Manifest, save_id: str) -> None:
         commit.seal(disk, folder, manifest)
         if target.is_dir() and any(target.iterdir()):
             disk.rename(target, replaced(target))
+            disk.flush_folder(target.parent)
         disk.rename(folder, target)
     except BaseException:
         # Without its sentinel nobody would know it for a leftover.
@@ -108,7 +110,6 @@ def publish(disk: Disk, target: Path, manifest: Manifest, save_id: str) -> None:
             if not target.exists():
                 disk.rename(replaced(target), target)
         raise
-    # One flush for both renames: whichever of them a power cut takes, one whole checkpoint is found (`whole_at`).
     disk.flush_folder(target.parent)
     _unlock(folder)
     _finish_replacing(disk, target)
@@ -117,9 +118,13 @@ def publish(disk: Disk, target: Path, manifest: Manifest, save_id: str) -> None:
 def whole_at(target: Path) -> Path:
     """Where the checkpoint that belongs at `target` is: there, unless a crash fell between the two renames."""
     if not target.exists():
-        for path in (saving(target), replaced(target)):
-            if (path / METADATA).exists() and not (path / SENTINEL).exists():
-                return path
+        # Without its sentinel it may be whole, or a crash came before its names were durable: the manifest tells.
+        if saving(target).is_dir():
+            found = look_at(saving(target))
+            if found.manifest is not None and found.problem is None:
+                return found.path
+        if replaced(target).is_dir():
+            return replaced(target)
     return target
 
 
@@ -162,7 +167,12 @@ def _sweep(disk: Disk, parent: Path) -> None:
 
 
 def _is_alive(folder: Path) -> bool:
-    return (folder / SENTINEL).exists() and not _is_dead(folder)
+    """Somebody holds its lock."""
+    with contextlib.suppress(OSError):
+        if (fd := _try_lock(folder)) is None:
+            return True
+        os.close(fd)
+    return False
 
 
 def _is_dead(folder: Path) -> bool:
@@ -171,16 +181,15 @@ def _is_dead(folder: Path) -> bool:
         if _ID.search((folder / SENTINEL).read_text()) is None or not _holds_only_ours(folder):
             return False
         fd = _try_lock(folder)
-    except OSError:
+    except OSError:  # a file system without locks: it goes with the next save of its own name
         return False
-    if fd is None:
-        return False
-    os.close(fd)
-    return True
+    if fd is not None:
+        os.close(fd)
+    return fd is not None
 
 
 def _lock(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # a file system without locks: leftovers then go with the next save of that name
+    with contextlib.suppress(OSError):
         if (fd := _try_lock(folder)) is not None:
             _locks[folder] = fd
 

@@ -178,7 +178,7 @@ class StorageWriter(storage.StorageWriter):
         try:
             yield
         except FileNotFoundError as error:
-            if not folder.saving(self.path).exists():
+            if needed is not None and not folder.saving(self.path).exists():
                 raise CheckpointError(f"the save to {self.path} was given up by another rank") from error
             explain(error, self.path)
         except OSError as error:
