@@ -2,8 +2,8 @@
 
 Between a request (a signal, a schedule) and the training loop. The protocol is `step_protocol`; this runs it: a watcher
 thread that sits in the store until somebody asks, a talker thread that passes on what is asked here, and
-`boundary`, which the training thread calls between two steps. While nobody asks, that is one look at a tuple in
-memory under a lock, 0.5 µs; nothing is sent, and there is never a collective.
+`boundary`, which the training thread calls between two steps. While nobody asks, that is one look at memory under a
+lock, about 1 µs; nothing is sent, and there is never a collective.
 """
 
 from __future__ import annotations

@@ -1,0 +1,88 @@
+"""What the common step costs while nobody asks: `python -m benchmarks.common_step`.
+
+In a job of real ranks, which have a process group and train (a small all-reduce a step), so that watchers and
+talkers are really there. The time of `boundary` alone; and what was sent meanwhile, to the other ranks or to the store.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+CALLS = 200
+"""In one go: enough for the clock not to matter, and over before the kernel gives the core to somebody else."""
+
+REPEATS = 100
+
+
+@dataclass(frozen=True)
+class SteadyCost:
+    boundary_us: float
+    """The median over all ranks and repeats."""
+    collectives: int
+    """Beyond those of the training itself, on all ranks."""
+    messages: int
+    """To the store."""
+
+
+def steady_cost_us(world_size: int = 4) -> float:
+    """What one boundary costs a rank with nothing to do, in microseconds."""
+    return steady_cost(world_size).boundary_us
+
+
+def steady_cost(world_size: int = 4) -> SteadyCost:
+    from reprieve.testing import run_ranks, values
+
+    ranks = values(run_ranks(world_size, measure_rank))
+    return SteadyCost(
+        boundary_us=median(cost for costs, _, _ in ranks for cost in costs),
+        collectives=sum(collectives for _, collectives, _ in ranks),
+        messages=sum(messages for _, _, messages in ranks),
+    )
+
+
+def measure_rank() -> tuple[list[float], int, int]:
+    """Microseconds of each repeat; collectives and messages that were none of the training's."""
+    import torch
+    import torch.distributed as dist
+
+    from reprieve.ranks.common_step import CommonStep
+    from reprieve.ranks.connection import Connection
+    from reprieve.ranks.group import Ranks
+
+    messages = 0
+    send = Connection.send
+
+    def counted(connection: Connection, data: bytes) -> None:
+        nonlocal messages
+        messages += 1
+        send(connection, data)
+
+    group: Any = dist.distributed_c10d._get_default_group()  # untyped: torch does not declare what it counts
+    ranks = Ranks.detect()
+    costs = []
+    with CommonStep(ranks, completed=0) as common:
+        setattr(Connection, "send", counted)  # noqa: B010 - for the life of this process, which was made for it
+        ranks.agree("all are there")
+        before = -1
+        while before != messages:  # until all threads are in their waits
+            before = messages
+            time.sleep(0.2)
+        collectives = group._get_sequence_number_for_group()
+        for repeat in range(REPEATS):
+            dist.all_reduce(torch.ones(1))
+            first = repeat * CALLS + 1
+            begun = time.perf_counter()
+            for completed in range(first, first + CALLS):
+                common.boundary(completed)
+            costs.append((time.perf_counter() - begun) / CALLS * 1e6)
+        collectives = group._get_sequence_number_for_group() - collectives - REPEATS
+        sent = messages - before
+    ranks.close()
+    return costs, collectives, sent
+
+
+if __name__ == "__main__":
+    print(steady_cost())
