@@ -1,202 +1,178 @@
-"""What the ranks of the multi-rank tests run: small models, replicated or sharded, saved and restored together."""
+"""What ranks do in the tests of `run_ranks`: small functions, in a module that children import quickly."""
 
 from __future__ import annotations
 
+import atexit
+import os
+import signal
+import sys
+import threading
 import time
-from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
-
-from reprieve import Checkpointer
+from reprieve.errors import StoreLost
+from reprieve.points import reached
+from reprieve.ranks.group import Ranks
 from reprieve.testing import disk
 
-
-class Odd(nn.Module):
-    """Shapes that no number of ranks divides evenly, a tied weight, and a layer with fewer rows than ranks."""
-
-    def __init__(self, wide: int = 31) -> None:
-        super().__init__()
-        self.first = nn.Linear(wide, 17)
-        self.second = nn.Linear(17, 3)
-        self.embed = nn.Embedding(17, 23)
-        self.head = nn.Linear(23, 17, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.first(x).relu()
-        return self.second(hidden).square().mean() + self.head(hidden[:, :17] @ self.embed.weight).square().mean()
+LIMIT = timedelta(seconds=20)
 
 
-class Large(nn.Module):
-    """Files of several megabytes: every rank has pieces to write, and zip records cross from one rank to the next."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(31, 30011)
-        self.second = nn.Linear(30011, 37)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x).relu()).square().mean()
+def rank_times(factor: int) -> int:
+    return int(os.environ["RANK"]) * factor
 
 
-class Normed(nn.Module):
-    """With buffers that differ from rank to rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(31, 8)
-        self.norm = nn.BatchNorm1d(8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.linear(x)).square().mean()
+def environment(*names: str) -> dict[str, str | None]:
+    return {name: os.environ.get(name) for name in names}
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
+def raise_on(rank: int, kind: type[BaseException], *args: Any) -> str:
+    print(f"rank {os.environ['RANK']} speaks")
+    if int(os.environ["RANK"]) == rank:
+        raise kind(*args)
+    return "fine"
 
 
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int, generator: torch.Generator) -> None:
-    for _ in range(count):
-        loss = model(torch.randn(5, 31, generator=generator))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+def all_reduce() -> list[float]:
+    import torch
+    import torch.distributed as dist
+
+    tensor = torch.full((2,), float(dist.get_rank()))
+    dist.all_reduce(tensor)
+    return tensor.tolist()  # type: ignore[no-any-return]
 
 
-def data_of(rank: int) -> torch.Generator:
-    return torch.Generator().manual_seed(1000 + rank)
+def all_reduce_with_one_missing() -> None:
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    all_reduce()
 
 
-def whole(tree: Any) -> Any:
-    """A copy with every tensor gathered."""
-    if isinstance(tree, DTensor):
-        return tree.full_tensor().detach().clone()
-    if isinstance(tree, torch.Tensor):
-        return tree.detach().clone()
-    if isinstance(tree, dict):
-        return {key: whole(value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(whole(value) for value in tree)
-    return tree
+def make_process_group_itself() -> list[float]:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", timeout=LIMIT)
+    try:
+        return all_reduce()
+    finally:
+        dist.destroy_process_group()
 
 
-def replicated(kind: Callable[[], nn.Module] = Odd, seed: int = 0, **ddp: Any) -> nn.Module:
-    torch.manual_seed(seed)
-    return DistributedDataParallel(kind(), **ddp)
+def wait_for_ever() -> None:
+    time.sleep(1000)
 
 
-def sharded(kind: Callable[[], nn.Module] = Odd, seed: int = 0, mesh: Any = None) -> nn.Module:
-    from torch.distributed.fsdp import fully_shard
-
-    torch.manual_seed(seed)
-    model = kind()
-    fully_shard(model, **({"mesh": mesh} if mesh is not None else {}))
-    assert all(isinstance(param, DTensor) for param in model.parameters())
-    return model
+def stop_itself() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def checkpointer(root: Path, model: nn.Module, optimizer: torch.optim.Optimizer, **settings: Any) -> Checkpointer:
-    state = {"model": model, "optimizer": optimizer}
-    return Checkpointer(
-        root, run="r", disk=disk(), rank_timeout=settings.pop("rank_timeout", "20s"), **state, **settings
-    )
+def end_on_sigterm(started: Path) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    (started / os.environ["RANK"]).touch()
+    time.sleep(1000)
 
 
-def save_ddp(root: Path, background: bool = False, kind: type[nn.Module] = Odd) -> Any:
-    """Train, save, and say what was saved, gathered."""
-    model = replicated(kind)
-    optimizer = adamw(model)
-    data = data_of(dist.get_rank())
-    with checkpointer(root, model, optimizer, data=data, mine={"rank": dist.get_rank()}) as saver:
-        steps(model, optimizer, 2, data)
-        saver.save(2, background=background, values={"from": dist.get_rank()}).wait()
-        return whole(model.module.state_dict()), whole(optimizer.state_dict()), data.get_state()
+def leave_things_to_the_end(folder: Path) -> None:
+    def say(what: str) -> None:
+        (folder / f"{what} {os.environ['RANK']}").touch()
+
+    def thread() -> None:
+        time.sleep(0.2)
+        say("thread")
+
+    atexit.register(say, "atexit")
+    threading.Thread(target=thread).start()
 
 
-def restore_ddp(root: Path, kind: type[nn.Module] = Odd) -> Any:
-    model = replicated(kind, seed=7)
-    optimizer = adamw(model)
-    data, mine = data_of(99), {"rank": -1}
-    with checkpointer(root, model, optimizer, data=data, mine=mine) as saver:
-        found = saver.restore()
-        assert found is not None
-        return (whole(model.module.state_dict()), whole(optimizer.state_dict()), data.get_state(),
-                mine["rank"], found.values["from"], found.step)  # fmt: skip
+def draw() -> tuple[float, float]:
+    import random
+
+    import numpy as np
+
+    return random.random(), float(np.random.random())
 
 
-def save_fsdp(
-    root: Path, background: bool = False, mesh_shape: tuple[int, ...] | None = None, kind: type[nn.Module] = Odd
-) -> Any:
-    model = sharded(kind, mesh=_mesh(mesh_shape))
-    optimizer = adamw(model)
-    with checkpointer(root, model, optimizer) as saver:
-        steps(model, optimizer, 2, data_of(dist.get_rank()))
-        saver.save(2, background=background).wait()
-        return whole(model.state_dict()), whole(optimizer.state_dict())
+def save_together(times: int = 1) -> list[Any]:
+    ranks = Ranks.detect(LIMIT)
+    done = [ranks.agree("save", lambda: ranks.rank) for _ in range(times)]
+    ranks.close()
+    return done
 
 
-def restore_fsdp(root: Path, mesh_shape: tuple[int, ...] | None = None, kind: type[nn.Module] = Odd) -> Any:
-    model = sharded(kind, seed=7, mesh=_mesh(mesh_shape))
-    optimizer = adamw(model)
-    with checkpointer(root, model, optimizer) as saver:
-        assert saver.restore() is not None
-        assert all(isinstance(param, DTensor) for param in model.parameters())
-        state = optimizer.state_dict()["state"]
-        assert all(isinstance(one["exp_avg"], DTensor) for one in state.values())
-        before = whole(model.state_dict()), whole(optimizer.state_dict())
-        steps(model, optimizer, 1, data_of(dist.get_rank()))  # and training can go on
-        return before
+def save_with_a_short_limit() -> Any:
+    ranks = Ranks.detect(timedelta(seconds=1))
+    begun = time.monotonic()
+    try:
+        return ranks.agree("save")
+    except Exception as error:  # noqa: BLE001 - looked at by the test
+        return str(error), time.monotonic() - begun
 
 
-def restore_alone(root: Path, kind: type[nn.Module] = Odd) -> Any:
-    model = kind()
-    optimizer = adamw(model)
-    with checkpointer(root, model, optimizer) as saver:
-        assert saver.restore() is not None
-        return whole(model.state_dict()), whole(optimizer.state_dict())
+def named_point() -> float:
+    begun = time.monotonic()
+    reached("step 1")
+    reached("step 2")
+    return time.monotonic() - begun
 
 
-def save_by_time(root: Path) -> Any:
-    """Steps of which some are slow on one rank; a save is due every 50 ms."""
-    rank = dist.get_rank()
-    model = replicated()
-    optimizer = adamw(model)
-    saved = []
-    with checkpointer(root, model, optimizer, every="50ms", keep=None) as saver:
-        for step in range(1, 101):
-            steps(model, optimizer, 1, data_of(rank))
-            if rank == 1 and step % 7 == 0:
-                time.sleep(0.02)
-            if saver.save_if_due(step) is not None:
-                saved.append(step)
-    return saved
+def write_file(folder: Path, size: int) -> float:
+    """A file through this rank's disk, as the engine writes one; the seconds it took."""
+    own = disk()
+    begun = time.monotonic()
+    path = folder / os.environ["RANK"]
+    file = own.create(path, size)
+    try:
+        for offset in range(0, size, 65536):
+            own.write(file, memoryview(bytearray(65536)), offset)
+    finally:
+        own.close(file)
+    return time.monotonic() - begun
 
 
-def bytes_read(root: Path, mesh_shape: tuple[int, ...] | None = None, kind: type[nn.Module] = Large) -> int:
-    """How much of the storage this rank reads for its part of a restore."""
-    from reprieve.checkpoint import reader
+def lose_the_store() -> str:
+    """Rank 0 serves the store and dies; the others wait for it, in two threads each."""
+    ranks = Ranks.detect(timedelta(minutes=5))
+    ranks.agree("all are here")
+    begun = time.monotonic()
+    said = []
 
-    count = 0
-    read_into = reader.read_into
+    def work(name: str) -> None:
+        try:
+            ranks.agree(name, lambda: time.sleep({"stop": 0.5, "save": 60}[name] if ranks.rank == 0 else 0))
+        except StoreLost as error:
+            said.append(str(error))
 
-    def counting(*args: Any) -> int:
-        nonlocal count
-        done = read_into(*args)
-        count += done
-        return done
+    threads = [threading.Thread(target=work, args=(name,)) for name in ("save", "stop")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert time.monotonic() - begun < 20
+    assert len(said) == 2
+    return said[0]
 
-    reader.read_into = counting
-    restore_fsdp(root, mesh_shape, kind)
-    return count
+
+def detect_twice() -> Any:
+    first, second = Ranks.detect(LIMIT), Ranks.detect(LIMIT)
+    got = [first.agree("work", lambda: 1), second.agree("work", lambda: 2), first.agree("work", lambda: 3)]
+    rank = first.rank
+    first.agree("end")
+    return rank, got
 
 
-def _mesh(shape: tuple[int, ...] | None) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
+def detect_or_say_why() -> Any:
+    try:
+        return Ranks.detect(LIMIT).world_size
+    except Exception as error:  # noqa: BLE001 - looked at by the test
+        return type(error).__name__, str(error)
 
-    return None if shape is None else init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+
+A_RUN = """
+import sys
+from pathlib import Path
+from reprieve.testing import run_ranks
+from tests.integration.rank_jobs import end_on_sigterm
+run_ranks(2, end_on_sigterm, Path(sys.argv[1]), store='folder', backend=None)
+"""

@@ -45,7 +45,8 @@ class Task:
     call: bytes
     """The function and its arguments, pickled."""
     faults: Sequence[Fault]
-    serves_store: bool
+    store_host: int | None
+    """The rank that serves the store; None where the parent has one for us."""
     backend: str | None
     group_port: int | None
     """Of the store through which the process group is made."""
@@ -139,24 +140,22 @@ def _what(task: Task) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 @contextlib.contextmanager
 def _store(task: Task) -> Any:
-    """Where a rank serves the store, it says so in a file, for which the others wait."""
+    """A rank that serves the store says where in a file, for which the others wait."""
+    if task.store_host is None:
+        yield
+        return
     address = task.folder / "store"
-    if task.serves_store:
+    if task.rank == task.store_host:
         from reprieve.ranks.torch_store import TorchStore
 
-        store = TorchStore.serve()
+        served = TorchStore.serve()
         fresh = task.folder / "store.new"
-        fresh.write_text(f"tcp://127.0.0.1:{store.port}")
+        fresh.write_text(f"tcp://127.0.0.1:{served.port}")
         fresh.rename(address)
-        os.environ["REPRIEVE_STORE"] = address.read_text()
-        yield
-        store.close()
-    else:
-        if "REPRIEVE_STORE" not in os.environ:
-            while not address.exists():  # no limit: the parent has one
-                time.sleep(0.005)
-            os.environ["REPRIEVE_STORE"] = address.read_text()
-        yield
+    while not address.exists():  # no limit: the parent has one
+        time.sleep(0.005)
+    os.environ["REPRIEVE_STORE"] = address.read_text()
+    yield
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ class Result:
     seconds: float = 0.0
     """From its start to its end."""
     output: str = ""
-    """Its stdout and stderr."""
+    """Its stdout and stderr; with the traceback, where it raised."""
 
     @property
     def ok(self) -> bool:
@@ -54,8 +54,8 @@ class Result:
             how = f"was ended by {self.signal.name}"
         else:
             how = f"ended with code {self.exit_code}"
-        details = [text for text in (self.error.traceback if self.error else "", self.output) if text]
-        return "\n".join([f"rank {self.rank} {how}", *details]) if not self.ok else f"rank {self.rank} {how}"
+        first = f"rank {self.rank} {how}"
+        return first if self.ok else f"{first}\n{self.output}"
 
 
 def values(results: Iterable[Result]) -> list[Any]:

@@ -97,31 +97,26 @@ def start_ranks(
     served = []
     try:
         environment = {**os.environ, **_environment(n)}
+        environment.pop("REPRIEVE_STORE", None)
         if store == "folder":
             environment["REPRIEVE_STORE"] = f"file://{folder}/keys"
         elif store_host is None:
             served.append(_serve())
             environment["REPRIEVE_STORE"] = f"tcp://127.0.0.1:{served[-1].port}"
-        else:
-            environment.pop("REPRIEVE_STORE", None)
         group = _serve() if backend is not None else None
         served += [group] if group is not None else []
-        for name, value in (env or {}).items():
-            environment.pop(name, None)
-            if value is not None:
-                environment[name] = value
         tasks = [
             Task(
                 rank=rank,
                 world_size=n,
                 folder=folder,
-                environment={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                environment=_changed({**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, env or {}),
                 search_path=list(sys.path),
                 working_folder=str(Path.cwd()),
                 main=_main_script() if fn.__module__ == "__main__" else None,
                 call=call,
                 faults=list(faults),
-                serves_store=rank == store_host,
+                store_host=store_host,
                 backend=backend,
                 group_port=group.port if group is not None else None,
                 group_limit=parse_duration(group_timeout),
@@ -225,7 +220,6 @@ class _Rank:
         value, error = None, None
         with contextlib.suppress(FileNotFoundError):
             value, error = pickle.loads(self.task.file("result").read_bytes())  # noqa: S301 - written by our own child
-        output = self.task.file("output")
         return Result(
             rank=self.task.rank,
             value=value,
@@ -234,12 +228,20 @@ class _Rank:
             signal=signal.Signals(-code) if code < 0 else None,
             timed_out=self.timed_out,
             seconds=self.ended - self.started,
-            output=output.read_text(errors="replace") if output.exists() else "",
+            output=self._output(),
         )
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
             os.close(self.pidfd)
+
+    def _output(self) -> str:
+        try:
+            lines = self.task.file("output").read_text(errors="replace").splitlines(keepends=True)
+        except FileNotFoundError:
+            return ""
+        # Dozens of names, on every rank whose stacks are shown.
+        return "".join(line for line in lines if not line.startswith("Extension modules:"))
 
 
 def _serve() -> TorchStore:
@@ -260,6 +262,11 @@ def _environment(world_size: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",
     }
+
+
+def _changed(environment: dict[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:
+    merged = {**environment, **changes}
+    return {name: value for name, value in merged.items() if value is not None}
 
 
 def _main_script() -> str | None:
