@@ -81,21 +81,22 @@ class _File:
         self.digests: dict[int, str] = {}
         """By the start of the piece."""
         self.stretches: Crcs = {}
-        """What of each CRC this rank knows."""
+        """What this rank knows of each CRC, in a file that several write."""
         self.received: Sequence[tuple[int, bytes]] = ()
+        self._alone = part.alone
         self._crcs = [0] * self.layout.crcs
         self._offsets = [segment.offset for segment in self.layout.segments]
         self._rendered: tuple[int, bytes] = (-1, b"")
 
     def fill(self, slot: _Slot, start: int, stop: int) -> None:
         """Bytes [start, stop) of the file, as far as this rank has them in its memory."""
-        shift = slot.at - slot.piece.start
+        rank, shift = self.part.rank, slot.at - slot.piece.start
         for segment, first, last in self._overlapping(start, stop):
-            if isinstance(segment, Segment) and segment.held_by(self.part.rank):
+            if isinstance(segment, Segment) and (segment.holders is None or rank in segment.holders):
                 assert segment.source is not None
                 segment.source.copy(slot.load.block, segment.offset + first + shift, first, last)
 
-    def seal(self, slot: _Slot, start: int, stop: int, digest: BlockHash) -> None:
+    def seal(self, slot: _Slot, start: int, stop: int, digest: BlockHash | None) -> None:
         """The rest of these bytes, and their checksums. Called in the order of the file."""
         view, shift = slot.load.block.view, slot.at - slot.piece.start
         for segment, first, last in self._overlapping(start, stop):
@@ -104,19 +105,19 @@ class _File:
                 if not slot.piece.late:
                     view[at + shift : at + shift + last - first] = self._render(segment)[first:last]
                 continue
-            if not segment.held_by(self.part.rank):
+            if segment.holders is not None and not segment.held_by(self.part.rank):
                 self._put_received(view, shift, at, segment.offset + last)
             if segment.crc >= 0:
                 self._add_to_crc(segment.crc, at, view[at + shift : at + shift + last - first])
-        digest.update(view[start + shift : stop + shift])
+        if digest is not None:
+            digest.update(view[start + shift : stop + shift])
 
-    def seal_late(self, slot: _Slot, digest: BlockHash) -> None:
+    def seal_late(self, slot: _Slot) -> None:
         view, shift = slot.load.block.view, slot.at - slot.piece.start
         for segment, first, last in self._overlapping(slot.piece.start, slot.piece.stop):
             if isinstance(segment, Deferred):
                 at = segment.offset + first + shift
                 view[at : at + last - first] = self._render(segment)[first:last]
-        digest.update(view[slot.at : slot.at + slot.piece.stop - slot.piece.start])
 
     def learn(self, stretches: Crcs) -> None:
         """What all ranks know of the CRCs."""
@@ -144,6 +145,9 @@ class _File:
         assert start == stop, f"{self.layout.name}: nobody gave bytes {start} to {stop}"
 
     def _add_to_crc(self, number: int, at: int, data: memoryview) -> None:
+        if self._alone:
+            self._crcs[number] = crc32(data, self._crcs[number])
+            return
         known = self.stretches.setdefault(number, [])
         offset, length, crc = known.pop() if known and known[-1][0] + known[-1][1] == at else (at, 0, 0)
         # The whole record's, unless others write parts of it: then what follows from it is late, and waits for `learn`.
@@ -198,8 +202,12 @@ class Writer:
         return self.write_through()
 
     def _entries(self, digests: Mapping[str, Mapping[int, str]]) -> dict[str, FileEntry]:
-        return {file.layout.name: FileEntry.of(file.layout.size, list(digests[file.layout.name].values()))
-                for file in self._files}  # fmt: skip
+        return {
+            file.layout.name: FileEntry.of(
+                file.layout.size, [digest for _, digest in sorted(digests[file.layout.name].items())]
+            )
+            for file in self._files
+        }
 
     # One among several
 
@@ -258,7 +266,7 @@ class Writer:
             self._write_soon(load)
         self._wait()
         # Those of whole records, too: whoever writes the directory repeats them all.
-        return {file.layout.name: file.stretches for file in self._files if file.stretches and not file.part.alone}
+        return {file.layout.name: file.stretches for file in self._files if file.stretches}
 
     def complete(self, crcs: Mapping[str, Crcs]) -> dict[str, dict[int, str]]:
         """Write what had to wait, and flush: durable on return. The digest of each piece of each file."""
@@ -266,9 +274,7 @@ class Writer:
             file.learn(crcs.get(file.layout.name, {}))
         for load in self._late:
             for slot in load.slots:
-                digest = BlockHash()
-                slot.file.seal_late(slot, digest)
-                slot.file.digests[slot.piece.start] = digest.hexdigest()
+                slot.file.seal_late(slot)
             self._write_soon(load)
         self._wait()
         # The flushes of all files go out together: the journal commits once for most of them.
@@ -304,17 +310,17 @@ class Writer:
                 yield slot
 
     def _seal(self, slot: _Slot, step: int, *, fill: bool, wait: Callable[[], None] = lambda: None) -> None:
-        digest = BlockHash()
+        # In strides while the bytes are in the cache; bytes that are not in it anyway are left to the writing threads.
+        digest = BlockHash() if step == _STRIDE and fill and not slot.piece.late else None
         for start in range(slot.piece.start, slot.piece.stop, step):
             stop = min(start + step, slot.piece.stop)
             if fill:
                 slot.file.fill(slot, start, stop)
                 wait()
             slot.file.seal(slot, start, stop, digest)
-        if slot.piece.late:
-            return
-        slot.file.digests[slot.piece.start] = digest.hexdigest()
-        if not fill and slot is slot.load.slots[-1]:
+        if digest is not None:
+            slot.file.digests[slot.piece.start] = digest.hexdigest()
+        if not fill and not slot.piece.late and slot is slot.load.slots[-1]:
             self._write_soon(slot.load)
 
     def _write_soon(self, load: _Load) -> None:
@@ -340,6 +346,9 @@ class Writer:
     def _write_one(self, slot: _Slot) -> None:
         file, length = slot.file.file, slot.piece.stop - slot.piece.start
         assert file is not None
+        if slot.piece.start not in slot.file.digests:
+            digest = BlockHash(slot.load.block.view[slot.at : slot.at + length])
+            slot.file.digests[slot.piece.start] = digest.hexdigest()
         # Direct I/O takes whole pages; what is past the end is cut off by the truncate.
         padded = -(-length // PAGE) * PAGE if file.direct else length
         slot.load.block.view[slot.at + length : slot.at + padded] = bytes(padded - length)
