@@ -409,11 +409,9 @@ class _Where:
                 if job.broken == "publish before freeze" and name.startswith("started/"):
                     after = rank._replace(position=rank.position.freeze(keys[f"{generation}/request"]))
                 yield Move(("sets", key, value), after, self.stored(key, value), job._calm), None
-            case protocol.Get(key):
-                yield Move(("gets", key, keys.get(key)), rank, store), keys.get(key)
             case protocol.Add(key, amount):
                 total = keys.get(key, 0) + amount
-                alone = not amount and not job.closes
+                alone = not amount and not job.closes  # nobody leaves
                 yield Move(("adds", amount, key, total), rank, self.stored(key, total), alone), total
             case protocol.PutOnce(key, value):
                 held = keys.get(key, tuple(value) if isinstance(value, list) else value)

@@ -35,6 +35,7 @@ JOBS = {
     "three ranks, time runs out": Job(3, steps=1, requests=(STOP_0,), hasty=True, closes=False, coarse=True),
     "three ranks that join late": Job(3, requests=(STOP_0,), late=True, closes=False, coarse=True),
     "three ranks, a stop and a save": Job(3, requests=(STOP_0, SAVE_1), closes=False, coarse=True),
+    "four ranks": Job(4, requests=(STOP_0,), closes=False),
 }
 STATES = {"a stop": 3000, "three ranks that leave": 50_000, "three ranks, a stop and a save": 80_000}
 """At least so many: a model in which little can happen proves little."""
@@ -45,8 +46,9 @@ SOAKED = {
     "a death, a stop and a save": Job(2, requests=(STOP, SAVE), deaths=1),
     "ranks that join late, a stop and a save": Job(2, requests=(STOP, SAVE), late=True),
     "three ranks that leave": Job(3, requests=(STOP,), coarse=True),
+    "three ranks that leave, and a death": Job(3, steps=1, requests=(STOP_0,), deaths=1, coarse=True),
+    "three ranks that leave, a stop and a save": Job(3, steps=1, requests=(STOP_0, SAVE_1), coarse=True),
     "three ranks, a death, a stop and a save": Job(3, requests=(STOP_0, SAVE_1), deaths=1, closes=False, coarse=True),
-    "four ranks": Job(4, steps=3, requests=(STOP,), closes=False),
 }
 
 

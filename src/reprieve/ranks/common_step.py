@@ -245,8 +245,6 @@ class CommonStep:
             case protocol.Set(key, value):
                 reached(f"common step: set {key}")
                 store.set(key, _encode(value))
-            case protocol.Get(key):
-                return _decode(store.get(key))
             case protocol.Add(key, amount):
                 return store.add(key, amount)
             case protocol.PutOnce(key, value):

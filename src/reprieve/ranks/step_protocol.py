@@ -112,10 +112,6 @@ class Set(NamedTuple):
     value: int
 
 
-class Get(NamedTuple):
-    key: str
-
-
 class Add(NamedTuple):
     key: str
     amount: int
@@ -184,7 +180,7 @@ class Heard(NamedTuple):
     generation: int
 
 
-Operation = Set | Get | Add | PutOnce | Wait | Collect | Forget | Freeze | Settle | Current | Heard
+Operation = Set | Add | PutOnce | Wait | Collect | Forget | Freeze | Settle | Current | Heard
 Program = Generator[Operation, Any, Any]
 
 
@@ -276,7 +272,8 @@ def leave(rank: int, generation: int, started: int) -> Program:
     yield Add("leavers", 1)
     yield Set(f"left/{rank}", started)
     # Whoever arrived before that may have found us missing, and waits: if nobody else is, it is for us to decide.
-    while (yield Get(f"{generation}/request")) is not None:
+    # (Not a look at the request: torch's store wakes everybody who waits for a key when somebody looks at it in vain.)
+    while (yield Add(f"{generation}/arrived", 0)):
         outcome = yield from _decide(generation)
         if not isinstance(outcome, int):
             break
