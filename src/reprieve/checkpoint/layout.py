@@ -16,6 +16,18 @@ import torch
 
 from reprieve.checkpoint.blocks import Block
 from reprieve.checkpoint.shards import is_sharded, local_part, own_range, shards_of
+from reprieve.storage.disk import PAGE
+
+_ALIGNMENT = 64
+_PAGES_FROM = 2**17
+"""What is as large as this starts with a page: then so does each rank's shard of most tensors, and ranks need not give
+each other the rest of a page that they share (7 % of all bytes of small adapters, measured on 8 ranks). Less would
+grow the file by more than 3 %."""
+
+
+def alignment_of(size: int) -> int:
+    """What the offset of so many bytes of data is a multiple of, in both formats."""
+    return PAGE if size >= _PAGES_FROM else _ALIGNMENT
 
 
 class Source(Protocol):

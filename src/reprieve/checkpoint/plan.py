@@ -12,7 +12,8 @@ from reprieve.checkpoint.division import FilePart, blocks_needed, divide
 from reprieve.checkpoint.layout import BytesSource, FileLayout, Segment, bytes_layout
 from reprieve.checkpoint.safetensors_file import layout_safetensors
 from reprieve.checkpoint.state import RNG, Captured, Sharing, State
-from reprieve.checkpoint.torch_file import layout_torch
+from reprieve.checkpoint.torch_file import layout_torch, tensors_in
+from reprieve.errors import StateError
 
 SHARD_BYTES = 50 * 10**9
 """Above this a model is split over several files, as transformers does."""
@@ -59,8 +60,7 @@ def plan(
     files: list[FileLayout] = []
     several = world_size > 1
     for name, tensors in captured.modules.items():
-        of_rank_0 = captured.buffers[name] if several else ()
-        ties = captured.ties[name]
+        of_rank_0, ties = captured.buffers[name], captured.ties[name]
         for layout in layout_safetensors(name, tensors, shard_bytes=shard_bytes, ties=ties, of_rank_0=of_rank_0):
             layout.by_all = several and layout.name.endswith(".safetensors")
             files.append(layout)
@@ -80,6 +80,9 @@ def plan(
             files.append(layout_torch(tree_file(name), tree, by_all=sharing is Sharing.ALL))
     files = [file for file in files if file.by_all or rank == 0]
     files += [layout_torch(tree_file(name, rank), tree) for name, tree in own.items()]
+    for file in files:
+        if not file.by_all:
+            _refuse_shards(file, rank)
     files.sort(key=lambda file: (not file.by_all, -file.size, file.name))
     return Plan(files, divide(files, rank, world_size))
 
@@ -101,6 +104,20 @@ def tree_file(name: str, rank: int | None = None) -> str:
     if name == RNG:  # as transformers names it
         return f"{RNG}.pth" if rank is None else f"{RNG}_{rank}.pth"
     return f"{name}.pt" if rank is None else f"{name}.{rank}.pt"
+
+
+def _refuse_shards(layout: FileLayout, rank: int) -> None:
+    """Of a file that this rank writes alone it must hold every byte."""
+    for segment in layout.segments:
+        if isinstance(segment, Segment) and not segment.held_by(rank):
+            path: tuple[object, ...] = (segment.label,)
+            if layout.pickled is not None:
+                lacking = layout.pickled.storages[int(segment.label.removeprefix("data/"))]
+                path = next((path for path, tensor in tensors_in(layout.pickled.tree) if tensor is lacking), path)
+            raise StateError(
+                f"{layout.name}: {'.'.join(map(str, path))} is spread over ranks, but this file is what each rank has "
+                "for itself. Modules and optimizers may have such tensors; of others save `full_tensor()`"
+            )
 
 
 def _fingerprint(layout: FileLayout) -> str:

@@ -12,11 +12,10 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from reprieve.checkpoint.layout import FileLayout, LayoutBuilder, bytes_layout
+from reprieve.checkpoint.layout import FileLayout, LayoutBuilder, alignment_of, bytes_layout
 from reprieve.checkpoint.shards import is_sharded, whole_bytes
 from reprieve.errors import StateError
 
-_HEADER_ALIGNMENT = 64
 _FORMAT = "format"
 """The header's own metadata: no tensor of this name can be tied to another."""
 
@@ -92,7 +91,7 @@ def _layout_one(
         }
         position += whole_bytes(tensor)
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % _HEADER_ALIGNMENT)
+    text += b" " * (-(8 + len(text)) % alignment_of(position))
     builder = LayoutBuilder(name)
     builder.add_bytes(len(text).to_bytes(8, "little") + text)
     for key, tensor in ordered:

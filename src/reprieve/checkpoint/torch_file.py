@@ -1,9 +1,9 @@
 """`torch.save`'s file format, laid out for the streaming writer: stock `torch.load(weights_only=True)` reads it.
 
 A stored (never compressed) zip: `archive/data.pkl` is a pickle in which every storage is a persistent id, and
-`archive/data/<key>` are the storages' bytes, each starting at a multiple of 64. torch reserves space and patches
-CRCs afterwards, or leaves them 0; we stream, so each record's CRC follows it in a data descriptor and is repeated in
-the directory at the end, and strict zip readers (`python -m zipfile -t`) agree.
+`archive/data/<key>` are the storages' bytes, each starting at a multiple of 64, large ones with a page. torch reserves
+space and patches CRCs afterwards, or leaves them 0; we stream, so each record's CRC follows it in a data descriptor and
+is repeated in the directory at the end, and strict zip readers (`python -m zipfile -t`) agree.
 """
 
 from __future__ import annotations
@@ -23,16 +23,23 @@ from typing import Any
 import torch
 
 from reprieve.checkpoint.garbage import collection_paused
-from reprieve.checkpoint.layout import DeviceSource, FileLayout, HostSource, LayoutBuilder, Pickled, Source
+from reprieve.checkpoint.layout import (
+    DeviceSource,
+    FileLayout,
+    HostSource,
+    LayoutBuilder,
+    Pickled,
+    Source,
+    alignment_of,
+)
 from reprieve.checkpoint.shards import is_sharded, local_part, whole_bytes
 from reprieve.errors import StateError
 
-_ALIGNMENT = 64
 _ZIP32_MAX = 0xFFFFFFFF
 _CRC_FOLLOWS = 1 << 3
 _ROOT = "archive/"
 
-ARCHIVE_COMMENT = b"reprieve: data at the next multiple of 64"
+ARCHIVE_COMMENT = b"reprieve: data at the next multiple of 64, from 131072 bytes on of 4096"
 """The zip's comment: a reader need not visit each local header to know where its record starts."""
 
 
@@ -207,7 +214,7 @@ def tensors_in(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[An
 def data_offset(header_offset: int, name_length: int, size: int) -> int:
     """Where a record's data starts: after the local header, its name, the ZIP64 sizes if large, and the padding."""
     end = header_offset + 30 + name_length + (20 if size >= _ZIP32_MAX else 0) + 4
-    return end + -end % _ALIGNMENT
+    return end + -end % alignment_of(size)
 
 
 @dataclass(slots=True)

@@ -1,0 +1,152 @@
+"""Several ranks in one process: layouts of files that they share, and real DTensors without anybody to talk to."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hypothesis import strategies as st
+
+from reprieve.checkpoint.blocks import Block
+from reprieve.checkpoint.division import FilePart
+from reprieve.checkpoint.layout import BytesSource, Deferred, FileLayout, LayoutBuilder, Segment
+from reprieve.storage.disk import PAGE
+
+Holders = tuple[int, ...] | None
+
+
+class NoBytes:
+    """A source that nobody will copy from."""
+
+    def copy(self, block: Block, at: int, start: int, stop: int) -> None:
+        raise AssertionError("nothing was to be copied")
+
+
+@dataclass(slots=True)
+class Shape:
+    """A file as all ranks know it: stretches of bytes and who holds each, in records that have a CRC, or without."""
+
+    name: str
+    records: list[list[tuple[int, Holders]]] = field(default_factory=list)
+    zipped: bool = False
+    """Every record gets a header and its CRC after it, and all CRCs are repeated at the end."""
+    by_all: bool = True
+
+    def layout(self, rank: int, content: bytes | None = None) -> FileLayout:
+        """As one rank sees it; `content` is what the whole file holds where it is no header and no CRC."""
+        builder = LayoutBuilder(self.name)
+        for record in self.records:
+            crc = builder.new_crc() if self.zipped else -1
+            if self.zipped:
+                builder.add_bytes(b"header of a record")
+            for length, holders in record:
+                source = None
+                if holders is None or rank in holders:
+                    source = NoBytes() if content is None else BytesSource(content[builder.size :][:length])
+                builder.add_source(source, length, crc=crc, label="some tensor", holders=holders)
+            if self.zipped:
+                builder.add_deferred(8, lambda crcs, crc=crc: b"CRC " + crcs[crc].to_bytes(4, "big"), needs=crc)
+        if self.zipped:
+            count = len(self.records)
+            builder.add_deferred(
+                4 * count + 3, lambda crcs: b"all" + b"".join(crc.to_bytes(4, "big") for crc in crcs), needs=None
+            )
+            builder.add_bytes(b"end")
+        layout = builder.build()
+        layout.by_all = self.by_all
+        return layout
+
+
+@st.composite
+def holders(draw: st.DrawFn, world_size: int) -> Holders:
+    ranks = st.integers(0, world_size - 1)
+    several = st.lists(ranks, min_size=1, max_size=world_size, unique=True).map(lambda some: tuple(sorted(some)))
+    return draw(st.none() | ranks.map(lambda rank: (rank,)) | several | st.just((0,)))
+
+
+@st.composite
+def shapes(draw: st.DrawFn, world_size: int, name: str = "file", *, large: int = 5 * 2**20) -> Shape:
+    """Stretches of a byte to several MiB that end at, before and behind the ends of pages."""
+    shape = Shape(name, zipped=draw(st.booleans()))
+    size = 0
+    for _ in range(draw(st.sampled_from([0, 1, 2, 5, 12]))):
+        record: list[tuple[int, Holders]] = []
+        for _ in range(draw(st.integers(0, 4))):
+            length = draw(st.integers(1, 40) | st.integers(1, 3 * PAGE) | st.integers(1, large) | st.just(large))
+            if draw(st.booleans()):  # near the end of a page
+                length += -(size + length) % PAGE + draw(st.integers(-1, 1))
+            length = max(1, length)
+            record.append((length, draw(holders(world_size))))
+            size += length
+        shape.records.append(record)
+    return shape
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    start: int
+    stop: int
+
+
+def not_covered(start: int, stop: int, ranges: Sequence[Range]) -> list[Range]:
+    """What is left of [start, stop)."""
+    left = []
+    for one in sorted(ranges, key=lambda one: one.start):
+        if one.start > start:
+            left.append(Range(start, min(one.start, stop)))
+        start = max(start, one.stop)
+    if start < stop:
+        left.append(Range(start, stop))
+    return [one for one in left if one.start < one.stop]
+
+
+def owners_of(part: FilePart, segment: Segment | Deferred) -> set[int]:
+    """Who writes some byte of it: slow and simple."""
+    stop = segment.offset + segment.length
+    return {piece.owner for piece in part.pieces if piece.start < stop and piece.stop > segment.offset}
+
+
+# Tensors that are spread over ranks
+
+
+@contextlib.contextmanager
+def as_rank(rank: int, world_size: int) -> Iterator[None]:
+    """Inside, this process is one of several as far as torch knows; what would talk to the others does nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def spread(whole: torch.Tensor, rank: int, *, replicas: int = 1) -> torch.Tensor:
+    """The rank's shard of a tensor, as `fully_shard` would make it; with `replicas`, as HSDP would."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    count = dist.get_world_size() // replicas
+    mesh = _mesh(replicas, count, rank)
+    size = -(-whole.shape[0] // count)
+    local = whole[rank % count * size : (rank % count + 1) * size]
+    return DTensor.from_local(
+        local, mesh, [Replicate(), Shard(0)], run_check=False, shape=whole.shape, stride=_row_major(whole.shape)
+    )
+
+
+@functools.cache
+def _mesh(replicas: int, count: int, _rank: int) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (replicas, count))
+
+
+def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    sizes = itertools.accumulate(reversed(list(shape)[1:]), lambda product, size: product * size, initial=1)
+    return tuple(reversed(list(sizes)))
