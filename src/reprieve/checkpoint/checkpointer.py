@@ -198,15 +198,18 @@ class Checkpointer:
                 return asdict(mine.record)
 
         member: Member | None = None
+        seen_within = min(_SEEN_WITHIN, self._ranks.limit)
 
         def confirm() -> None:
             nonlocal member
             record = OwnerRecord(**records[0])
-            member = mine or join(self.root, record, rank=self._ranks.rank, wait=_SEEN_WITHIN, clock=self._clock)
+            with self._explained():
+                member = mine or join(self.root, record, rank=self._ranks.rank, wait=seen_within, clock=self._clock)
 
         try:
             records = self._ranks.agree("own", own, limit=self._ranks.limit + wait)
-            self._ranks.agree("join", confirm)
+            # Longer than whoever does not see it looks for it: what it has to say is what all should raise.
+            self._ranks.agree("join", confirm, limit=self._ranks.limit + seen_within)
         except BaseException:
             if mine is not None:
                 mine.release()
@@ -285,13 +288,8 @@ class Checkpointer:
             job = self._saving(details, progress)
             return {**decision, **job.described()}
 
-        try:
+        with self._said_once():
             plans = self._ranks.agree("plan", describe)
-        except RankFailed:
-            # A save that failed in the background failed on all ranks: it has been said now, on every one of them.
-            self._finish_writing(details.step)
-            self._raise_background_error()
-            raise
         _check_same_step(plans)
         if skip := plans[0].get("skip"):
             return Save(details.step, target, skipped=skip)
@@ -322,6 +320,7 @@ class Checkpointer:
 
     def _decide(self, target: Path, step: int, may_skip: bool) -> dict[str, str]:
         """Is there something to save, and why may it replace what is there?"""
+        self._owner.check()  # what is there may be a newer attempt's
         if may_skip and self._writing is not None and not self._writing.done():
             log.warning("the save at step %d is left out: the one before it is still being written", step)
             return {"skip": "another save was still running"}
@@ -455,6 +454,17 @@ class Checkpointer:
             self.wait()
         self._background = [future for future in self._background if not future.done()]
 
+    @contextlib.contextmanager
+    def _said_once(self) -> Iterator[None]:
+        """A save that failed in the background failed on all ranks: when one of them raises that, all of them do."""
+        try:
+            yield
+        except RankFailed:
+            if self._writing is not None:
+                self._writing.exception()  # it may not have got to know yet
+            self._raise_background_error()
+            raise
+
     def warm_up(self, *, wait: bool = False) -> None:
         """Get memory for background saves ready, in the background. Best called when the optimizer has its state."""
         self._staging.prepare(self._plan(), wait=wait)
@@ -492,12 +502,11 @@ class Checkpointer:
 
     def restore(self, *, progress: Progress | None = None) -> Restored | None:
         """Go on from the newest valid checkpoint. None if there is none and nothing that looks like one."""
-        self.wait()
         job = resume.Resume(
             self._disk, self.root, self.run, self._state, self._pool, self._ranks,
-            strict=self._strict, rng=self._rng, progress=progress,
+            strict=self._strict, rng=self._rng, progress=progress, settle=self.wait,
         )  # fmt: skip
-        with self._explained():
+        with self._explained(), self._said_once():
             restored = job.newest_valid()
         if restored is None:
             return None

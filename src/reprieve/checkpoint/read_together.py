@@ -38,7 +38,10 @@ class ProcessGroupRead:
         self._group: dist.ProcessGroup | None = None
         for first in range(0, ranks.world_size, _GROUP):
             members = list(range(first, min(first + _GROUP, ranks.world_size)))
-            group = dist.new_group(members, timeout=limit, backend="gloo")
+            try:
+                group = dist.new_group(members, timeout=limit, backend="gloo")
+            except RuntimeError as error:
+                raise RankFailed(None, f"a rank did not come to read a checkpoint together: {error}") from error
             if ranks.rank in members:
                 self._group = group
                 self._place, self._size = members.index(ranks.rank), len(members)

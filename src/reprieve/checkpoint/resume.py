@@ -23,7 +23,7 @@ from reprieve.checkpoint.restore import Restoring
 from reprieve.checkpoint.retention import reading
 from reprieve.checkpoint.state import State
 from reprieve.checkpoint.survey import Found, look_at, survey
-from reprieve.errors import InvalidCheckpoint, NothingToResume
+from reprieve.errors import InvalidCheckpoint, NothingToResume, RankFailed
 from reprieve.ranks.group import Ranks
 from reprieve.storage.disk import Disk
 
@@ -88,7 +88,9 @@ class Resume:
         strict: bool,
         rng: bool,
         progress: Callable[[int], None] | None,
+        settle: Callable[[], None] = lambda: None,
     ) -> None:
+        """`settle`: what every rank does first; if it fails on one, it fails on all."""
         self._disk = disk
         self._root = root
         self._run = run
@@ -98,6 +100,9 @@ class Resume:
         self._strict = strict
         self._rng = rng
         self._progress = progress
+        self._settle = settle
+        self._bad: tuple[Path, str] | None = None
+        """What was tried last, and why it was no good: rank 0's to set aside."""
         self._candidates: list[Found] | None = None
         self.passed_over: list[PassedOver] = []
         """Newer checkpoints that could not be used, and why."""
@@ -116,12 +121,18 @@ class Resume:
             if found is not None and not reasons:
                 log.info("resumed from %s", path)
                 return found, values
-            self._pass_over(path, "; ".join(dict.fromkeys(reasons)))
+            self._bad = path, "; ".join(dict.fromkeys(reasons))
 
     def _choose(self) -> dict[str, Any]:
         """Rank 0: the newest candidate that is left, and which ones it passed over on the way."""
+        if self._bad is None:
+            self._settle()
         if self._ranks.rank != 0:
+            if self._bad is not None:
+                log.warning("passed over %s: %s", *self._bad)
             return {}
+        if self._bad is not None:
+            self._pass_over(*self._bad)
         if self._candidates is None:
             self._candidates = survey(self._root)
         while self._candidates:
@@ -170,9 +181,9 @@ class Resume:
             if not reasons:
                 assert job is not None
                 shared = sorted(set(offers[0]).intersection(*offers[1:]))
-                together = self._read_together(stack) if shared else None
+                together, lost = self._read_together(stack) if shared else (None, None)
                 read = partial(job.read, shared if together else (), together=together, progress=self._progress)
-                _, reasons = self._try("read", read)
+                _, reasons = self._try("read", _raise_if(lost, read))
             if reasons:
                 return found, {}, reasons
             assert job is not None
@@ -194,21 +205,27 @@ class Resume:
         reasons = [one["bad"] for one in outcomes if "bad" in one]
         return [one.get("value") for one in outcomes], reasons
 
-    def _read_together(self, stack: contextlib.ExitStack) -> ReadTogether | None:
+    def _read_together(self, stack: contextlib.ExitStack) -> tuple[ReadTogether | None, RankFailed | None]:
+        """Not part of an agreement, where some would not begin it: torch counts the groups that each rank makes. So
+        whoever could not make it comes to the next agreement with the error."""
         import torch.distributed as dist
 
         if not (dist.is_available() and dist.is_initialized()):
-            return None  # every rank reads all that it needs
+            return None, None  # every rank reads all that it needs
         from reprieve.checkpoint.read_together import ProcessGroupRead
 
-        together = ProcessGroupRead(self._ranks, self._ranks.limit)
+        try:
+            together = ProcessGroupRead(self._ranks, self._ranks.limit)
+        except RankFailed as error:
+            return None, error
         stack.callback(together.close)
-        return together
+        return together, None
 
     def _pass_over(self, path: Path, reason: str, *, aside: bool = True) -> None:
+        """Rank 0, as a part of `choose`: where it cannot move the checkpoint, all know at once."""
         self.passed_over.append(PassedOver(path.name, reason))
         log.warning("passed over %s: %s", path, reason)
-        if aside and self._ranks.rank == 0:
+        if aside:
             log.warning("set aside as %s", commit.set_aside(self._disk, path, reason).name)
             self._disk.flush_folder(self._root)
 
@@ -218,6 +235,15 @@ class Resume:
             f"there are checkpoints in {self._root}, and none of them can be used:\n{reasons}\n"
             "Nothing was deleted. To start over anyway, choose fresh=True"
         )
+
+
+def _raise_if(error: RankFailed | None, work: Callable[[], None]) -> Callable[[], None]:
+    def run() -> None:
+        if error is not None:
+            raise error
+        work()
+
+    return run
 
 
 class OtherRun(InvalidCheckpoint):
