@@ -1,7 +1,8 @@
 """`python -m benchmarks`: ours, the peers and the disk on this machine. The table on stdout, talk on stderr.
 
-python -m benchmarks                              everything, 2 GB, 5 rounds: about 10 minutes
+python -m benchmarks                              everything, 2 GB, 5 rounds: about 20 minutes
 python -m benchmarks --only save,peers.dcp_2      these (and the limit they are held against); other keys stay
+python -m benchmarks --only ranks,dcp,step        several ranks; DCP with our storage; the common step
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks import disk, engine, peers, results
+from benchmarks import common_step, dcp, disk, engine, peers, ranks, results
 from benchmarks.measure import Job, can_drop_caches, measure
 from benchmarks.memory import OURS, extra_mib
 from benchmarks.state import TrainingState, shape_of
@@ -62,8 +63,9 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
     every = [*disk.jobs(folder, state.bytes), *ours, *peers.jobs(folder, state)]
     memory_names = {f"{_prefix(name)}save.extra_mib": name for name in [OURS, *_saving_peers()]}
     chosen, memory = _choose(every, list(memory_names), options.only)
-    if not chosen and not memory:
-        known = sorted({*(job.name for job in every), *memory_names})
+    parts = [name for name in PARTS if options.only is None or name in options.only]
+    if not chosen and not memory and not parts:
+        known = sorted({*(job.name for job in every), *memory_names, *PARTS})
         print(f"nothing is called {','.join(options.only)}. There is:\n  " + "\n  ".join(known), file=sys.stderr)
         return 2
     try:
@@ -76,11 +78,38 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
         extra[key] = extra_mib(memory_names[key], state.bytes, memory_folder := folder / "memory")
         shutil.rmtree(memory_folder)
     found = results.collect(chosen, times, extra)
-    found |= {"state.bytes": state.bytes, "rounds": options.rounds}
-    results.show(chosen, times, found)
+    if chosen:
+        found |= {"state.bytes": state.bytes, "rounds": options.rounds}
+        results.show(chosen, times, found)
+    del state, every, ours, chosen  # several ranks need the memory
+    for name in parts:
+        found |= PARTS[name](folder, options)
     results.write(options.json, found, folder)
     print(f"wrote {os.path.relpath(options.json)}", file=sys.stderr)
     return 0
+
+
+def _ranks(folder: Path, options: argparse.Namespace) -> dict[str, float]:
+    found = ranks.figures(folder, options.rounds)
+    ranks.show(found)
+    return found
+
+
+def _dcp(folder: Path, options: argparse.Namespace) -> dict[str, float]:
+    found = dcp.figures(folder, options.rounds, options.size)
+    dcp.show(found)
+    return found
+
+
+def _step(_folder: Path, _options: argparse.Namespace) -> dict[str, float]:
+    print("step: 4 ranks with nothing to do", file=sys.stderr)
+    cost = common_step.steady_cost()
+    print(f"a step in a job of 4 ranks, nothing asked: {cost.boundary_us:.2f} µs, {cost.collectives} collectives")
+    return {"step.ranks_overhead_us": round(cost.boundary_us, 3), "step.ranks_collectives": cost.collectives}
+
+
+PARTS = {"ranks": _ranks, "dcp": _dcp, "step": _step}
+"""What is measured in processes of its own."""
 
 
 def _prefix(name: str) -> str:
