@@ -80,9 +80,9 @@ def plan(
             files.append(layout_torch(tree_file(name), tree, by_all=sharing is Sharing.ALL))
     files = [file for file in files if file.by_all or rank == 0]
     files += [layout_torch(tree_file(name, rank), tree) for name, tree in own.items()]
-    for file in files:
-        if not file.by_all:
-            _refuse_shards(file, rank)
+    for layout in files:
+        if not layout.by_all:
+            _refuse_shards(layout, rank)
     files.sort(key=lambda file: (not file.by_all, -file.size, file.name))
     return Plan(files, divide(files, rank, world_size))
 
