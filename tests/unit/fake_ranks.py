@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from reprieve.checkpoint.blocks import Block
 from reprieve.checkpoint.division import FilePart
-from reprieve.checkpoint.layout import BytesSource, Deferred, FileLayout, LayoutBuilder, Segment
+from reprieve.checkpoint.layout import BytesSource, Deferred, FileLayout, LayoutBuilder, Segment, Source
 from reprieve.storage.disk import PAGE
 
 Holders = tuple[int, ...] | None
@@ -38,18 +38,25 @@ class Shape:
     """Every record gets a header and its CRC after it, and all CRCs are repeated at the end."""
     by_all: bool = True
 
-    def layout(self, rank: int, content: bytes | None = None) -> FileLayout:
-        """As one rank sees it; `content` is what the whole file holds where it is no header and no CRC."""
+    others_lie: bool = False
+    """Ranks that do not hold bytes have others in their place, as DDP's buffers; or none, as those without a shard."""
+
+    def layout(self, rank: int | None, content: bytes | None = None) -> FileLayout:
+        """As one rank sees it, or (None) one that has everything; `content` are the file's bytes, but for headers and
+        CRCs."""
         builder = LayoutBuilder(self.name)
         for record in self.records:
             crc = builder.new_crc() if self.zipped else -1
             if self.zipped:
                 builder.add_bytes(b"header of a record")
             for length, holders in record:
-                source = None
-                if holders is None or rank in holders:
-                    source = NoBytes() if content is None else BytesSource(content[builder.size :][:length])
-                builder.add_source(source, length, crc=crc, label="some tensor", holders=holders)
+                source: Source | None = NoBytes()
+                if holders is not None and rank is not None and rank not in holders:
+                    source = BytesSource(b"?" * length) if self.others_lie and content is not None else None
+                elif content is not None:
+                    source = BytesSource(content[builder.size : builder.size + length])
+                whose = None if rank is None else holders
+                builder.add_source(source, length, crc=crc, label="some tensor", holders=whose)
             if self.zipped:
                 builder.add_deferred(8, lambda crcs, crc=crc: b"CRC " + crcs[crc].to_bytes(4, "big"), needs=crc)
         if self.zipped:
@@ -59,7 +66,7 @@ class Shape:
             )
             builder.add_bytes(b"end")
         layout = builder.build()
-        layout.by_all = self.by_all
+        layout.by_all = self.by_all and rank is not None
         return layout
 
 
@@ -73,7 +80,7 @@ def holders(draw: st.DrawFn, world_size: int) -> Holders:
 @st.composite
 def shapes(draw: st.DrawFn, world_size: int, name: str = "file", *, large: int = 5 * 2**20) -> Shape:
     """Stretches of a byte to several MiB that end at, before and behind the ends of pages."""
-    shape = Shape(name, zipped=draw(st.booleans()))
+    shape = Shape(name, zipped=draw(st.booleans()), others_lie=draw(st.booleans()))
     size = 0
     for _ in range(draw(st.sampled_from([0, 1, 2, 5, 12]))):
         record: list[tuple[int, Holders]] = []
@@ -118,8 +125,11 @@ def owners_of(part: FilePart, segment: Segment | Deferred) -> set[int]:
 @contextlib.contextmanager
 def as_rank(rank: int, world_size: int) -> Iterator[None]:
     """Inside, this process is one of several as far as torch knows; what would talk to the others does nothing."""
+    from torch.distributed.tensor import debug
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    # What DTensor remembers of operations has a mesh in it, which knows its rank, and is equal to that of other ranks.
+    debug._clear_sharding_prop_cache()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
