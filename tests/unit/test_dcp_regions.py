@@ -25,7 +25,8 @@ def random_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    tensor = tensor.reshape(()) if tensor.numel() == 1 else tensor.contiguous()  # one element may have any stride
+    return tensor.view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
 def deliver(saved: torch.Tensor, parts: list[Part], cuts: random.Random) -> None:

@@ -124,6 +124,8 @@ class _Resolved:
                 raise StateError(f"{self._item.index.fqn} changed its type or shape while it was being saved")
             if tensor.device.type not in ("cpu", "cuda"):
                 tensor = tensor.cpu()
+            if tensor.numel() == 1:
+                tensor = tensor.reshape(())  # a single element may have any stride
             self._source = source_of(tensor)
         self._source.copy(block, at, start, stop)
         dtype, shape = self._wanted

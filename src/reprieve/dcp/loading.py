@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from reprieve.checkpoint.blocks import BlockPool
+from reprieve.checkpoint.foreign.files import FileReader
 from reprieve.checkpoint.reader import Target
 from reprieve.checkpoint.sinks import HostSink
 from reprieve.dcp.archive import PlainTensor
@@ -39,15 +40,18 @@ class Loading:
         self._places: dict[tuple[str, int], list[Part]] = {}
         """By file and offset: where the bytes from there on go."""
         self._after: list[Callable[[], None]] = []
+        self._to_check: dict[Path, FileReader] = {}
 
     def __enter__(self) -> Loading:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._reader.__exit__(*exc)
+        for file in self._to_check.values():
+            file.__exit__(None, None, None)
 
     def add(self, item: ReadItem) -> None:
-        self._saved.check(item.storage_index)
+        self._saved.check(item.storage_index, self._open_to_check)
         if item.type == LoadItemType.BYTE_IO:
             self._add_bytes(item)
         else:
@@ -65,6 +69,11 @@ class Loading:
         self._reader.run()
         for then in self._after:
             then()
+
+    def _open_to_check(self, path: Path) -> FileReader:
+        if path not in self._to_check:
+            self._to_check[path] = FileReader(path)
+        return self._to_check[path]
 
     def _put(self, item: ReadItem, offset: int, parts: Sequence[Part]) -> None:
         """Bytes from `offset` of the item on."""

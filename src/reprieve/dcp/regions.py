@@ -74,7 +74,8 @@ def parts_of(box: Box, into: torch.Tensor) -> list[Part] | None:
         start += sum(offset * stride for offset, stride in zip(box.offsets[len(at) :], strides[len(at) :], strict=True))
         width = math.prod(box.lengths[cut:]) * box.dtype.itemsize
         if cut == 0:
-            parts.append(Part(start, start + width, tensor_sink(into)))
+            flat = into.as_strided((into.numel(),), (1,))  # a single element may have any stride
+            parts.append(Part(start, start + width, tensor_sink(flat)))
         else:
             rows = into[at]
             flat = rows.as_strided((rows.shape[0], width // box.dtype.itemsize), (rows.stride(0), 1))

@@ -7,6 +7,7 @@ checkpoint of stock DCP, which has none, item by item against the CRCs that each
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -67,7 +68,7 @@ class Saved:
             raise InvalidCheckpoint(f".metadata does not say where {index} is", path=self.path)
         return info
 
-    def check(self, index: MetadataIndex) -> None:
+    def check(self, index: MetadataIndex, open_file: Callable[[Path], FileReader]) -> None:
         """In a checkpoint without a manifest: the item's structure and its CRCs, before anything of it is used."""
         info = self.info(index)
         if transforms := getattr(info, "transform_descriptors", None):
@@ -76,15 +77,14 @@ class Saved:
             )
         if self._manifest is not None:
             return
+        start, stop = info.offset, info.offset + info.length
         try:
-            with FileReader(self._folder / info.relative_path) as file:
-                if info.offset + info.length > file.size:
-                    raise self._bad(index, f"ends at byte {info.offset + info.length:,}, the file at {file.size:,}")
-                try:
-                    allowed = () if self.weights_only else None
-                    check_archive(file, info.offset, info.offset + info.length, allowed=allowed)
-                except InvalidCheckpoint as error:
-                    raise self._bad(index, error.reason) from error
+            file = open_file(self._folder / info.relative_path)
+            if stop > file.size:
+                raise self._bad(index, f"ends at byte {stop:,}, the file at {file.size:,}")
+            check_archive(file, start, stop, allowed=None)  # what it may name is for whoever unpickles it to say
+        except InvalidCheckpoint as error:
+            raise error if error.path else self._bad(index, error.reason) from error
         except OSError as error:
             raise self._bad(index, f"cannot be read: {error.strerror}") from error
 

@@ -1,0 +1,176 @@
+"""`dcp.save` and `dcp.load`: our StorageWriter and StorageReader against DCP's own, on one rank and on several.
+
+The state is what FSDP2 and AdamW give to DCP: every parameter and its two moments as DTensors sharded by rows, and a
+step for each. Stock DCP does not flush what it writes: that is added, and counted. The disk's own time for the same
+bytes is measured among them, in the same processes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import random
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import disk
+from benchmarks.measure import settle
+from benchmarks.memory import _status_kib
+from benchmarks.peers import flush
+from benchmarks.state import Decoder, shape_of
+from reprieve.testing import run_ranks, values
+
+RANKS = (1, 2)
+_WAYS = [disk.Way(threads, 16 * 2**20) for threads in (1, 2, 4)]
+_STOCK_THREADS = 2
+"""As many as the machine that the figures are from has cores: the better of its ways (`peers.dcp_1`, `peers.dcp_2`)."""
+
+
+def figures(folder: Path, rounds: int, size: int) -> dict[str, float]:
+    """The flat keys for results.json: `dcp.<ranks>.…` are ours, `peers.stock.dcp.<ranks>.…` are DCP's own."""
+    found: dict[str, float] = {}
+    for ranks in RANKS:
+        print(f"dcp: {ranks} rank{'s' * (ranks > 1)}", file=sys.stderr)
+        found |= dcp_figures(folder / f"dcp-{ranks}", size, ranks, rounds)
+    return found
+
+
+def dcp_figures(folder: Path, size: int, ranks: int, rounds: int) -> dict[str, float]:
+    """Medians; `…_x_disk` as a multiple of the disk's own time for the same bytes."""
+    folder.mkdir()
+    try:
+        run = run_ranks(ranks, _rounds, folder, size, rounds, timeout="1200s", group_timeout="600s")
+        times, extra_mib = values(run)[0]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    found = {f"dcp.{ranks}.save_extra_mib": extra_mib}
+    for what in ("save", "load"):
+        limit = min(median(seconds) for name, seconds in times.items() if name.startswith(f"disk {what}"))
+        for who, prefix in (("ours", "dcp"), ("stock", "peers.stock.dcp")):
+            seconds = median(times[f"{who} {what}"])
+            found |= {f"{prefix}.{ranks}.{what}_s": seconds, f"{prefix}.{ranks}.{what}_x_disk": seconds / limit}
+    return {key: round(value, 4) for key, value in found.items()}
+
+
+def show(found: dict[str, float]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("DCP, durable", "ours, s", "× disk", "stock, s", "× disk", title="DCP", title_justify="left")
+    for ranks in RANKS:
+        for what in ("save", "load"):
+            numbers = [found[f"{who}.{ranks}.{what}_{unit}"]
+                       for who in ("dcp", "peers.stock.dcp") for unit in ("s", "x_disk")]  # fmt: skip
+            table.add_row(f"{what}, {ranks} rank{'s' * (ranks > 1)}", *(f"{number:.2f}" for number in numbers))
+    Console(width=None if Console().is_terminal else 110).print(table)
+
+
+# What the ranks run
+
+
+def _rounds(folder: Path, size: int, rounds: int) -> tuple[dict[str, list[float]], float]:
+    """Seconds by job, and the memory that one save of ours took on this rank."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    state = _state(size)
+    total = sum(tensor.nbytes for tensor in state.values()) * dist.get_world_size()
+    jobs = _jobs(folder, state, total)
+    extra_mib = _extra_mib(jobs["ours save"])
+    jobs["stock save"]()  # so that there is something to load, and what a process does only once is done
+    times: dict[str, list[float]] = {name: [] for name in jobs}
+    order = random.Random(0)
+    for number in range(rounds):
+        for name in order.sample(list(jobs), len(jobs)):
+            seconds = _time(jobs[name])
+            times[name].append(seconds)
+            if dist.get_rank() == 0:
+                print(f"round {number + 1}/{rounds} {name:20} {seconds:8.3f} s", file=sys.stderr)
+    return times, extra_mib
+
+
+def _jobs(folder: Path, state: dict[str, torch.Tensor], total: int) -> dict[str, Callable[[], None]]:
+    from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    from reprieve.dcp import StorageReader, StorageWriter
+
+    disk.touch_buffers(_WAYS)
+    ours, stock, raw = folder / "ours", folder / "stock", folder / "raw"
+
+    def save_stock() -> None:
+        writer = FileSystemWriter(stock, thread_count=_STOCK_THREADS)
+        save(state, storage_writer=writer)
+        if dist.get_rank() == 0:
+            flush(stock)
+        dist.barrier()
+
+    def on_rank_0(job: Callable[[], None]) -> None:
+        if dist.get_rank() == 0:
+            job()
+        dist.barrier()
+
+    def write_raw(way: disk.Way) -> None:
+        disk.write(raw, total, way)
+
+    jobs: dict[str, Callable[[], None]] = {
+        "ours save": lambda: save(state, storage_writer=StorageWriter(ours)),
+        "stock save": save_stock,
+        "ours load": lambda: load(dict(state), storage_reader=StorageReader(ours)),
+        "stock load": lambda: load(dict(state), storage_reader=FileSystemReader(stock)),
+    }
+    on_rank_0(partial(disk.create, raw, total))
+    for way in _WAYS:
+        jobs[f"disk save {way}"] = partial(on_rank_0, partial(write_raw, way))
+        jobs[f"disk load {way}"] = partial(on_rank_0, partial(disk.read, raw, total, way))
+    return jobs
+
+
+def _time(job: Callable[[], None]) -> float:
+    dist.barrier()
+    if dist.get_rank() == 0:
+        settle()
+    dist.barrier()
+    start = time.perf_counter()
+    job()
+    dist.barrier()
+    return time.perf_counter() - start
+
+
+def _extra_mib(save: Callable[[], None]) -> float:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5\n")
+    before = _status_kib("VmRSS")
+    save()
+    return (_status_kib("VmHWM") - before) / 1024
+
+
+def _state(size: int) -> dict[str, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    with torch.device("meta"):
+        model = Decoder(shape_of(size))
+    state: dict[str, Any] = {}
+    for name, whole in model.named_parameters():
+        chunks = whole.chunk(dist.get_world_size())
+        rows = chunks[dist.get_rank()].shape[0] if dist.get_rank() < len(chunks) else 0
+        for part in ("model", "exp_avg", "exp_avg_sq"):
+            local = torch.rand(rows, *whole.shape[1:])
+            state[f"{part}.{name}"] = DTensor.from_local(
+                local, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+            )
+        state[f"step.{name}"] = torch.tensor(1.0)
+    return state
