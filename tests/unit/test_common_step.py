@@ -299,6 +299,24 @@ def test_a_watcher_that_dies_is_learned_by_all(monkeypatch: pytest.MonkeyPatch) 
             at_next_boundary(commons[0], 6)
 
 
+def test_a_stop_does_not_wait_for_what_a_save_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank has died, a save that was due has not found out yet, and now a grace period runs."""
+    go_on = threading.Event()
+    monkeypatch.setattr(points, "on_reached", lambda name: name.endswith("set 0/started/1") and go_on.wait(SOON_S))
+    with Job(2, stop_limit_s=0.3, limit_s=60) as job:
+        commons = [job.join(rank) for rank in range(2)]
+        commons[0].request("save")
+        eventually(lambda: commons[0]._position.asked)
+        time.sleep(0.5)
+        begun = time.monotonic()
+        commons[0].request("stop")
+        for message in ("saving together: rank 1", "stopping together: rank 1"):
+            with pytest.raises(RankFailed, match=message):
+                at_next_boundary(commons[0], 1)
+        assert time.monotonic() - begun < 10
+        go_on.set()
+
+
 def test_the_last_one_dies_between_its_answer_and_the_decision(monkeypatch: pytest.MonkeyPatch) -> None:
     """All have answered, so there is a common step, though the one who should have said so did not."""
     first: list[str] = []

@@ -13,6 +13,7 @@ import json
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
@@ -22,7 +23,7 @@ from reprieve.errors import ConfigError, RankFailed, RanksError, StoreLost
 from reprieve.points import reached
 from reprieve.ranks import step_protocol as protocol
 from reprieve.ranks.group import Ranks
-from reprieve.ranks.step_protocol import SAVE, STOP, Asked, Failure, Operation, Position, Program, Verdict
+from reprieve.ranks.step_protocol import SAVE, STOP, Asked, Failure, Operation, Patience, Position, Program, Verdict
 from reprieve.ranks.store import Store, prefixed
 
 log = logging.getLogger("reprieve")
@@ -31,7 +32,7 @@ STOP_LIMIT = timedelta(seconds=15)
 """Half of the 30 s that Kubernetes, and torchrun after the first rank has ended, leave by default. A watcher does
 nothing but answer, and takes milliseconds; seconds, while something holds the interpreter's lock."""
 
-_FOREVER = timedelta(days=365)
+_FOREVER = timedelta(days=3650)
 
 
 class Request(NamedTuple):
@@ -76,10 +77,10 @@ class CommonStep:
         self._rank = ranks.rank
         self._world_size = ranks.world_size
         self._limits = {
-            protocol.Patience.FOREVER: _FOREVER,
-            protocol.Patience.PROMPT: min(stop_limit, ranks.limit) / 2,  # waited for twice
-            protocol.Patience.LONG: ranks.limit / 2,
-            protocol.Patience.LATE: ranks.limit,
+            Patience.FOREVER: _FOREVER,
+            Patience.PROMPT: min(stop_limit, ranks.limit) / 2,  # waited for twice
+            Patience.LONG: ranks.limit / 2,
+            Patience.LATE: ranks.limit,
         }
         self._on_lost = on_lost
         self._lock = threading.Lock()
@@ -88,6 +89,7 @@ class CommonStep:
         self._position = Position(started=completed + 1)
         self._failure: Failure | None = None
         self._closing = False
+        self._stop_asked: float | None = None
         # Not a queue.Queue: a signal handler may call `request` while this thread holds any lock.
         self._mail: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._alone = ranks.world_size == 1
@@ -198,6 +200,8 @@ class CommonStep:
         except Exception as error:  # noqa: BLE001 - as above
             self._fail(Failure(lost=_reason(error)))
         while (kind := self._mail.get()) is not None:
+            if kind == STOP and self._stop_asked is None:
+                self._stop_asked = time.monotonic()
             asked = False
             try:
                 asked = self._run(store, protocol.ask(kind))
@@ -251,7 +255,7 @@ class CommonStep:
                 reached(f"common step: put {key}")
                 return _decode(store.put_once(key, _encode(value)))
             case protocol.Wait(key, patience):
-                return _decode(store.wait(key, self._limits[patience]))
+                return _decode(self._wait(store, key, patience))
             case protocol.Collect(generation):
                 return [self._answer(store, generation, rank) for rank in range(self._world_size)]
             case protocol.Forget(generation):
@@ -281,6 +285,21 @@ class CommonStep:
                     )
                     return self._position.kind
         return None
+
+    def _wait(self, store: Store, key: str, patience: Patience) -> bytes | None:
+        if patience is not Patience.LONG:
+            return store.wait(key, self._limits[patience])
+        # What a save waits for may be dead. When a stop is asked for here meanwhile, time is short for both.
+        begun = time.monotonic()
+        end = begun + self._limits[Patience.LONG].total_seconds()
+        prompt = self._limits[Patience.PROMPT].total_seconds()
+        while True:
+            if self._stop_asked is not None:
+                end = min(end, max(begun, self._stop_asked) + prompt)
+            left = end - time.monotonic()
+            value = store.wait(key, timedelta(seconds=max(0.0, min(left, prompt / 4))))
+            if value is not None or left <= 0:
+                return value
 
     def _answer(self, store: Store, generation: int, rank: int) -> int | protocol.Silent:
         for key in (f"{generation}/started/{rank}", f"left/{rank}"):
