@@ -35,8 +35,11 @@ class Stops(NamedTuple):
     step_s: list[float]
 
 
-def many_stops(count: int, seed: int, ask_within_s: float = 0.03, steps: int | None = None) -> Stops:
-    """Train and stop, so many times: each with a new common step, at the step where the last one ended."""
+def many_stops(count: int, seed: int, steps: int | None = None) -> Stops:
+    """Train and stop, so many times: each with a new common step, at the step where the last one ended.
+
+    With `steps` there are so many each time, and somebody asks from the beginning of the last one on.
+    """
     ranks = Ranks.detect()
     plan = random.Random(seed)  # the same on all ranks
     own = random.Random(seed * 1000 + ranks.rank)
@@ -48,13 +51,14 @@ def many_stops(count: int, seed: int, ask_within_s: float = 0.03, steps: int | N
         askers = plan.choice(
             [[plan.randrange(ranks.world_size)], [*range(ranks.world_size)], [0, ranks.world_size - 1]]
         )
-        moments = {rank: plan.uniform(0, ask_within_s) for rank in askers}
+        # Around the last step, anything from at once to far too late, however fast the machine is just now.
+        moments = {rank: plan.uniform(0, 0.03) if steps is None else plan.uniform(0, 0.4) ** 3 for rank in askers}
         saver = plan.randrange(ranks.world_size) if plan.random() < 0.3 else None
         again = plan.random() < 0.3
         with CommonStep(ranks.scoped(f"stop {number}"), completed=step) as common:
             asker = _Asker(common, moments.get(ranks.rank), again, saves=saver == ranks.rank)
             last = None if steps is None else step + steps
-            kinds, step, stood = _train(common, step, last, own, step_s)
+            kinds, step, stood = _train(common, step, last, own, step_s, asker)
             if last is not None:
                 common.finish()
                 # What comes after the last step has collectives, too: nobody may have stopped where others finished.
@@ -66,10 +70,14 @@ def many_stops(count: int, seed: int, ask_within_s: float = 0.03, steps: int | N
 
 
 def _train(
-    common: CommonStep, step: int, last: int | None, own: random.Random, step_s: list[float]
+    common: CommonStep, step: int, last: int | None, own: random.Random, step_s: list[float], asker: _Asker
 ) -> tuple[tuple[str, ...], int, float]:
     kinds: list[str] = []
+    if last is None:
+        asker.start()
     while step != last:
+        if last == step + 1:
+            asker.start()
         begun = time.monotonic()
         time.sleep(_straggle(own))
         dist.all_reduce(torch.ones(1000))
@@ -101,6 +109,8 @@ class _Asker:
             self._timers.append(threading.Timer(moment_s, self._ask))
         if saves:
             self._timers.append(threading.Timer(0.01, lambda: common.request("save")))
+
+    def start(self) -> None:
         for timer in self._timers:
             timer.start()
 

@@ -54,8 +54,8 @@ def test_through_a_folder() -> None:
 
 
 def test_a_stop_around_the_last_step_stops_all_or_none() -> None:
-    """Jobs of three steps, and a request at any moment of them or later."""
-    ranks = values(run_ranks(3, stop_jobs.many_stops, 120, 8, 0.015, 3))
+    """Jobs of three steps, and a request at any moment of the last, or later."""
+    ranks = values(run_ranks(3, stop_jobs.many_stops, 120, 8, 3))
     _one_common_step(ranks)
     ends = {stop.kinds[-1] for stop in ranks[0].stops}
     assert ends == {"stop", "finished"}
