@@ -172,6 +172,22 @@ def test_saves_for_hours_leave_few_keys() -> None:
         eventually(lambda: sum("/" in key for key in store.keys) < 16)
 
 
+def test_a_schedule_may_ask_at_every_step_until_it_is_served() -> None:
+    with Job(2) as job:
+        commons = [job.join(rank) for rank in range(2)]
+        for _ in range(10):
+            commons[0].request("save")
+        eventually(lambda: commons[0]._position.asked and commons[1]._position.asked)
+        commons[0].request("save")
+        time.sleep(0.05)
+        for common in commons:
+            assert common.boundary(1) == Request("save", 1)
+            assert common.boundary(1) is None
+        commons[0].request("save")
+        eventually(lambda: commons[0]._position.asked and commons[1]._position.asked)
+        assert [common.boundary(2) for common in commons] == [Request("save", 2)] * 2
+
+
 def test_a_stop_and_a_save_at_the_same_time_are_both_served() -> None:
     with Job(2) as job:
         for _ in range(20):
@@ -422,6 +438,21 @@ def test_a_lost_store_does_not_disturb_training_until_somebody_asks(caplog: pyte
             assert commons[0].boundary(11) is None
         assert commons[1].boundary(1) is None
         assert len(job.on_lost) == 2
+
+
+def test_what_others_do_when_it_is_lost_is_their_affair(caplog: pytest.LogCaptureFixture) -> None:
+    store = Breakable()
+
+    def raises(error: RanksError) -> None:
+        raise RuntimeError("theirs")
+
+    with CommonStep(Ranks(0, 2, store), completed=0, on_lost=raises) as common:
+        eventually(lambda: "step/joined/0" in store.keys)
+        store.die()
+        eventually(lambda: "on_lost failed" in caplog.text)
+        common.request("stop")
+        with pytest.raises(StoreLost):
+            at_next_boundary(common, 1)
 
 
 def test_the_store_is_lost_while_the_common_step_is_looked_for() -> None:

@@ -90,6 +90,7 @@ class CommonStep:
         self._failure: Failure | None = None
         self._closing = False
         self._stop_asked: float | None = None
+        self._save_asked = False
         # Not a queue.Queue: a signal handler may call `request` while this thread holds any lock.
         self._mail: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._alone = ranks.world_size == 1
@@ -109,10 +110,15 @@ class CommonStep:
         """Have all ranks `stop` or `save` after the next step that they have in common.
 
         From any thread, a signal handler included, at any time; returns at once. A stop is served once, however often
-        it is asked for, and after it nothing else is.
+        it is asked for, and after it nothing else is. A save that was asked for here and not served yet is not asked
+        for again: a schedule may ask at every step for which it is due.
         """
         if kind not in (STOP, SAVE):
             raise ConfigError(f"ranks can be asked to {STOP!r} or to {SAVE!r}, not to {kind!r}")
+        if kind == SAVE:
+            if self._save_asked:
+                return
+            self._save_asked = True
         self._mail.put(kind)
 
     def boundary(self, completed: int) -> Request | None:
@@ -132,6 +138,8 @@ class CommonStep:
         if not isinstance(verdict, Asked):
             verdict = self._hold(completed)
         if isinstance(verdict, Asked):
+            if verdict.kind == SAVE:
+                self._save_asked = False
             if isinstance(verdict.outcome, Failure):
                 raise _error(verdict.outcome, verdict.kind)
             return Request(verdict.kind, completed)
@@ -178,8 +186,7 @@ class CommonStep:
         with self._lock:
             while not self._mail.empty():
                 kind = self._mail.get()
-                pending = [asked.kind for asked in self._position.asked]
-                if kind is not None and kind not in pending and not self._position.over:
+                if kind is not None and not self._position.over:
                     self._position = self._position.freeze(kind).settle(self._position.started)
 
     # The background threads. No collectives here: the training thread may be in one, or wait for a dead rank in it.
@@ -232,7 +239,10 @@ class CommonStep:
             error = _error(failure)
             log.warning("%s (seen by rank %d). From now on the ranks cannot stop or save together", error, self._rank)
             if self._on_lost is not None:
-                self._on_lost(error)
+                try:
+                    self._on_lost(error)
+                except Exception:  # theirs; our threads go on
+                    log.exception("on_lost failed")
 
     def _run(self, store: Store, program: Program) -> Any:
         """Do what the program says; what it returns."""
