@@ -308,10 +308,14 @@ def test_places_without_agreement_or_without_a_folder(tmp_path: Path) -> None:
 # Planners
 
 
+class Memory(bytearray):
+    """What can be counted for as long as a tensor lives in it."""
+
+
 class Casting(DefaultSavePlanner):
     """As in DCP's own documentation; the copies that it makes are counted."""
 
-    alive: ClassVar[weakref.WeakSet[torch.Tensor]] = weakref.WeakSet()
+    alive: ClassVar[weakref.WeakValueDictionary[int, Memory]] = weakref.WeakValueDictionary()
     most = 0
     tell = True
 
@@ -326,10 +330,10 @@ class Casting(DefaultSavePlanner):
         data = super().resolve_data(write_item)
         if write_item.type == WriteItemType.BYTE_IO:
             return data
-        made = data.to(torch.float16)
-        Casting.alive.add(made)
+        memory = Memory(data.numel() * 2)
+        Casting.alive[id(memory)] = memory
         Casting.most = max(Casting.most, len(Casting.alive))
-        return made
+        return torch.frombuffer(memory, dtype=torch.float16).view(data.shape).copy_(data)
 
 
 @pytest.mark.parametrize("tell", [True, False])
@@ -484,19 +488,34 @@ sys.stdin.read()
     assert sorted(os.listdir(tmp_path)) == ["last", "other"]
 
 
-def test_a_save_that_lost_its_folder_to_another_does_not_commit(tmp_path: Path) -> None:
+class Robbed(DefaultSavePlanner):
+    """Another save takes the folder before this one writes."""
+
+    path = Path()
+
+    def finish_plan(self, new_plan: Any) -> Any:
+        folder.begin(Disk(), self.path, "theirs")  # of the same process: no lock tells the two apart
+        return super().finish_plan(new_plan)
+
+
+@pytest.mark.parametrize("when", ["before it writes", "after it has written"])
+def test_a_save_that_lost_its_folder_to_another_does_not_commit(when: str, tmp_path: Path) -> None:
     path = tmp_path / "last"
+    save(path, 1)
 
     class Late(Disk):
         def flush(self, file: OpenFile) -> None:
             super().flush(file)
             if file.path.name.endswith(".distcp"):
-                save(path, 2)  # of the same process: no lock tells the two apart
+                folder.begin(Disk(), path, "theirs")
 
-    with raises(reprieve.ReprieveError, "last"):
-        save(path, 1, disk=Late())
-    assert bits(load(StorageReader(path))) == bits(a_state(2))
-    assert sorted(os.listdir(tmp_path)) == ["last"]
+    planner, disk = (Robbed(), None) if when == "before it writes" else (None, Late())
+    if planner is not None:
+        planner.path = path
+    with raises(reprieve.Fenced, "has taken over"):
+        dcp.save(a_state(2), storage_writer=StorageWriter(path, disk=disk), planner=planner)
+    assert folder.join(folder.saving(path)) == "theirs", "it is not ours to remove"
+    assert bits(load(StorageReader(path))) == bits(a_state(1))
 
 
 def test_a_crash_between_the_two_renames(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
