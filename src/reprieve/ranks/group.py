@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import json
 import threading
 import weakref
@@ -71,7 +72,7 @@ class Ranks:
         If it raises on any rank, or a rank does not come within the limit (counted from our own arrival), it fails on
         all of them: the rank itself raises its own exception, the others `RankFailed` with its reason. The outcome is
         the same on every rank, also on one that arrives after the decision; work that has failed elsewhere
-        already is not begun, and if it ends there with an `OSError`, that is taken for a consequence.
+        already is not begun, and if it misses a file then, that is taken for a consequence.
 
         Results are what JSON can hold, and bytes; tuples become lists. Every rank calls a name equally often; different
         names may be used by different threads at the same time. Use few names: the last keys of each stay in the store.
@@ -99,8 +100,8 @@ class Ranks:
                 outcome = keys.put_once("end", mine)
                 keys.add("arrived", 1)
                 self._forget_older(name)
-            if isinstance(error, OSError) and outcome not in (None, mine):
-                # What another rank's failure led to, such as files that were removed: its reason says more.
+            if _misses_a_file(error) and outcome not in (None, mine):
+                # Removed, because of the other rank's failure: its reason says more.
                 raise _failure(_decode(outcome), name) from error
             raise
         if keys.add("arrived", 1) == self.world_size and outcome is None:
@@ -229,6 +230,11 @@ def _failure(outcome: Any, name: str) -> RankFailed:
     if len(missing) == 1:
         return RankFailed(missing[0], came, during=name)
     return RankFailed(None, f"ranks {', '.join(map(str, missing))} {came}", during=name)
+
+
+def _misses_a_file(error: BaseException) -> bool:
+    gone = (errno.ENOENT, errno.ESTALE)  # the second on NFS
+    return isinstance(error, FileNotFoundError) or (isinstance(error, OSError) and error.errno in gone)
 
 
 def _reason(error: BaseException) -> str:
