@@ -21,7 +21,7 @@ import os
 import re
 from pathlib import Path
 
-from reprieve.checkpoint import commit, names
+from reprieve.checkpoint import commit
 from reprieve.checkpoint.manifest import MANIFEST, SENTINEL, Manifest, read_manifest
 from reprieve.checkpoint.resume import make_root
 from reprieve.checkpoint.survey import look_at
@@ -86,7 +86,8 @@ def give_up(disk: Disk, folder: Path, save_id: str) -> None:
     with contextlib.suppress(OSError, CheckpointError):
         if join(folder) == save_id:
             # Renamed first: a rank that is still creating files fails, and can leave nothing in a folder that is going.
-            disk.rename(folder, doomed := names.deleting(folder))
+            doomed = folder.with_name(f"{folder.name.removesuffix('saving')}deleting")
+            disk.rename(folder, doomed)
             disk.remove_tree(doomed)
     _unlock(folder)
 
