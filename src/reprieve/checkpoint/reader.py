@@ -14,7 +14,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Protocol
 
@@ -81,6 +81,7 @@ class CheckpointFile:
     def __init__(self, reader: Reader, folder: Path, name: str, entry: FileEntry | None) -> None:
         self.name = name
         self.targets: list[Target] = []
+        self._reach: list[int] = []
         self.only_targets = False
         """Blocks without a target are somebody else's to read and to verify."""
         self.shared = False
@@ -130,30 +131,39 @@ class CheckpointFile:
     def deliver(self, span: Span, block: Block, *, verified: bool = False) -> None:
         """Check the blocks and hand their bytes to the targets, a stride at a time while it is in the cache."""
         base = span.start
-        started = [target.sink for target in self._put(block, base, base, base + span.length, asynchronous=True)]
-        for index in range(span.first, span.last):
-            digest = None if verified or self._entry is None else BlockHash()
-            for start in range(self.edges[index], self.edges[index + 1], _STRIDE):
-                stop = min(start + _STRIDE, self.edges[index + 1])
+        started: list[Sink] = []
+        try:
+            self._put(block, base, base, base + span.length, started)
+            for index in range(span.first, span.last):
+                digest = None if verified or self._entry is None else BlockHash()
+                for start in range(self.edges[index], self.edges[index + 1], _STRIDE):
+                    stop = min(start + _STRIDE, self.edges[index + 1])
+                    if digest is not None:
+                        digest.update(block.view[start - base : stop - base])
+                    self._put(block, base, start, stop)
                 if digest is not None:
-                    digest.update(block.view[start - base : stop - base])
-                for _ in self._put(block, base, start, stop, asynchronous=False):
-                    pass
-            if digest is not None:
-                self.check(index, digest.hexdigest())
-        for sink in started:
-            sink.finish()
+                    self.check(index, digest.hexdigest())
+        finally:  # also of a bad block: it will be used again, and must not be read by a device then
+            for sink in started:
+                sink.finish()
 
-    def _put(self, block: Block, base: int, start: int, stop: int, *, asynchronous: bool) -> Iterator[Target]:
-        """Hand bytes [start, stop) of the file to the targets of one kind; those that took some."""
-        at = max(0, bisect_right(self.targets, start, key=lambda target: target.offset) - 1)
-        for target in islice(self.targets, at, None):
+    def _put(self, block: Block, base: int, start: int, stop: int, started: list[Sink] | None = None) -> None:
+        """Hand bytes [start, stop) of the file to the targets; with `started` to the asynchronous ones, which are added
+        to it, without to the others."""
+        for target in islice(self.targets, bisect_right(self._reach, start), None):
             if target.offset >= stop:
                 return
             first, last = max(start, target.offset), min(stop, target.offset + target.length)
-            if first < last and target.sink.asynchronous == asynchronous:
+            if first < last and target.sink.asynchronous == (started is not None):
+                if started is not None:
+                    started.append(target.sink)
                 target.sink.put(block, first - base, first - target.offset, last - target.offset)
-                yield target
+
+    def sort_targets(self) -> None:
+        """Before the first `deliver`."""
+        self.targets.sort(key=lambda target: target.offset)
+        # Where the furthest of all targets up to this one ends: targets may overlap, and a long one lie before many.
+        self._reach = list(accumulate((target.offset + target.length for target in self.targets), max))
 
     def check(self, index: int, digest: str) -> None:
         if self._entry is not None and digest != self._entry.blocks[index]:
@@ -248,7 +258,7 @@ class Reader:
             self.pool.give(block)
             raise
         # Never so many that `run` would have none to work with.
-        if keep := len(self._kept) < RING_BLOCKS // 2:
+        if keep := len(self._kept) < min(RING_BLOCKS, self.pool.limit) // 2:
             self._kept[(file.name, index)] = block
         return block, keep
 
@@ -259,7 +269,7 @@ class Reader:
         """
         files = sorted(self._files.values(), key=lambda file: (-file.size, file.name))
         for file in files:
-            file.targets.sort(key=lambda target: target.offset)
+            file.sort_targets()
         if together is not None:
             # First: a rank that has found a bad block elsewhere would leave the others waiting here.
             shared = [file for file in files if file.shared]
