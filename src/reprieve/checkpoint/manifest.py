@@ -110,9 +110,10 @@ class Manifest:
         try:
             document = json.loads(data)
             body, digest = document["manifest"], document["xxh3_128"]
-        except (ValueError, KeyError, TypeError) as error:
+            own = digest_of(_canonical(body))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise InvalidCheckpoint(f"{MANIFEST} is not readable: {error}") from error
-        if digest != digest_of(_canonical(body)):
+        if digest != own:
             raise InvalidCheckpoint(f"{MANIFEST} does not match its own checksum")
         if not isinstance(body, dict) or body.pop("format", None) != FORMAT:
             raise InvalidCheckpoint(f"{MANIFEST} is not a manifest of Reprieve")
@@ -138,7 +139,8 @@ class Manifest:
             "attempt": type(self.attempt) is int,
             "parent": self.parent is None or isinstance(self.parent, str),
             "world_size": type(self.world_size) is int,
-            "versions": isinstance(self.versions, dict),
+            "versions": isinstance(self.versions, dict)
+            and all(isinstance(value, str) for value in self.versions.values()),
             "metrics": isinstance(self.metrics, dict)
             and all(type(value) in (int, float) for value in self.metrics.values()),
             "block_bytes": type(self.block_bytes) is int and self.block_bytes >= 1,
