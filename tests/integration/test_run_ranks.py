@@ -57,7 +57,7 @@ def test_an_exception() -> None:
     assert (bad.error.type, bad.error.message, bad.exit_code, bad.ok) == ("ValueError", "the reason", 1, False)
     assert "raise_on" in bad.error.traceback
     assert "rank 1 speaks" in bad.output
-    with pytest.raises(AssertionError, match=r"rank 1 raised ValueError: the reason(.|\n)*raise_on(.|\n)*speaks"):
+    with pytest.raises(AssertionError, match=r"rank 1 raised ValueError: the reason(.|\n)*speaks(.|\n)*raise_on"):
         values(results)
 
 
@@ -173,6 +173,15 @@ def test_a_script_runs_its_own_functions(tmp_path: Path) -> None:
     )
     ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
     assert (ended.stdout, ended.returncode) == ("[42, 42]\n", 0), ended.stderr
+
+
+def test_the_example_in_the_docs(tmp_path: Path) -> None:
+    _, code, rest = (ROOT / "docs/testing.md").read_text().split("```", 2)
+    script = tmp_path / "example.py"
+    script.write_text(code.removeprefix("python\n"))
+    printed = rest.split("```")[1].lstrip("\n")
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=240)
+    assert (ended.stdout, ended.returncode) == (printed, 0), ended.stderr
 
 
 # torch.distributed
@@ -313,6 +322,17 @@ def test_no_way_to_find_each_other() -> None:
     assert kind == "ConfigError"
     assert "torchrun" in said
     assert "REPRIEVE_STORE" in said
+
+
+def test_a_store_that_several_starts_share() -> None:
+    """Each start has a prefix of its own."""
+    from reprieve.ranks.torch_store import TorchStore
+
+    store = TorchStore.serve()
+    for start in range(2):
+        env = {"REPRIEVE_STORE": f"tcp://127.0.0.1:{store.port}/start {start}"}
+        assert values(run_ranks(2, rank_jobs.save_together, env=env, backend=None)) == [[[0, 1]]] * 2
+    store.close()
 
 
 @pytest.mark.parametrize("address", ["tcp://nowhere", "/folder", "file://host/folder", "redis://host:1"])

@@ -26,10 +26,10 @@ class Connection:
     """To `address`; `greet` is spoken on it first."""
 
     def __init__(self, host: str, port: int, limit: timedelta, greet: Callable[[Connection], None]) -> None:
+        self._socket: socket.socket | None = None
         self.address = (host, port)
         self._limit_s = limit.total_seconds()
         self._greet = greet
-        self._socket: socket.socket | None = None
         self._lost: str | None = None
         self._lock = threading.Lock()
         self._end = 0.0

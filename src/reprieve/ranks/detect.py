@@ -2,7 +2,7 @@
 
 In this order:
 
-1. `REPRIEVE_STORE` (`tcp://host:port` or `file:///folder`), with `RANK` and `WORLD_SIZE`;
+1. `REPRIEVE_STORE` (`tcp://host:port[/prefix]` or `file:///folder`), with `RANK` and `WORLD_SIZE`;
 2. torchrun: a client of our own to the agent's store, which is there before the process group is;
 3. torch.distributed is initialised: rank 0 serves a store, the others learn its address through the process group's;
 4. a world of one.
@@ -90,7 +90,8 @@ def _open(address: str) -> Store:
     if url.scheme == "tcp" and url.hostname and url.port:
         from reprieve.ranks.torch_store import TorchStore
 
-        return TorchStore(url.hostname, url.port)
+        store = TorchStore(url.hostname, url.port)
+        return prefixed(store, url.path.strip("/")) if url.path.strip("/") else store
     if url.scheme == "file" and url.path and not url.netloc:
         return FolderStore(url.path)
     raise ConfigError(f"REPRIEVE_STORE is {address!r}: write tcp://host:port or file:///folder")

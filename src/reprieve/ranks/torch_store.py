@@ -9,13 +9,14 @@ protocol ourselves because torch's client (2.13)
 - says nothing when a `set` reaches nobody;
 - writes a stack trace to stderr for each lost connection, and two warnings for each wait that runs out of time.
 
-The protocol has been the same since torch 2.3: a byte for the verb; numbers as they lie in memory; text and values with
+The protocol is the same in torch 2.6 to 2.13: a byte for the verb; numbers as they lie in memory; text and values with
 their length before them. `_greet` checks that the other side speaks it.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import socket
 import struct
@@ -64,15 +65,27 @@ class TorchStore:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         # The server asks the name service about everybody who connects, and serves nobody meanwhile: 5 s for each
-        # lost packet. On a socket of its own making that is so for loopback, too, which there is no IPv4 address.
-        listener = socket.create_server(
-            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=2048
-        )
-        port = listener.getsockname()[1]
-        server = TCPStore(
-            "localhost", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), timeout=limit
-        )
-        store = cls({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port, limit=limit)  # noqa: S104 - not bound to here
+        # lost packet. On a socket that it made itself that is so on the loopback, too, which there is no IPv4 address.
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.create_server((host, port), family=family, backlog=2048) as listener:
+            port = listener.getsockname()[1]
+
+            def start(*, libuv: bool) -> TCPStore:
+                return TCPStore(
+                    "localhost",
+                    port,
+                    is_master=True,
+                    wait_for_workers=False,
+                    timeout=limit,
+                    master_listen_fd=os.dup(listener.fileno()),
+                    use_libuv=libuv,
+                )
+
+            try:
+                server = start(libuv=True)
+            except NotImplementedError:  # torch 2.6: only the older server takes a socket
+                server = start(libuv=False)
+        store = cls({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port, limit=limit)  # noqa: S104 - not bound here
         store._server = server
         return store
 
@@ -94,6 +107,7 @@ class TorchStore:
             packed = self._packed(key, value)
             held = self._compare_set(key, b"", packed)
             if held == packed:
+                self._set(key, packed)  # the server without libuv (USE_LIBUV=0) wakes those who wait for a set only
                 return value
             self._remove_parts(key, packed)
             return self._unpacked(key, held)
