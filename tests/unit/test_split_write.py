@@ -8,17 +8,20 @@ import errno
 import os
 import random
 import shutil
+import subprocess
+import sys
 import tempfile
 import threading
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fake_ranks import Holders, Shape, as_rank, shapes, spread
-from helpers import SOAK, FailingDisk, assert_same, pool
+from helpers import SOAK, FailingDisk, assert_same, manifest, pool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -27,7 +30,7 @@ from torch import nn
 from reprieve.checkpoint import division, edges
 from reprieve.checkpoint.blocks import BLOCK_BYTES, Block, BlockPool
 from reprieve.checkpoint.division import FilePart, blocks_needed, divide
-from reprieve.checkpoint.manifest import FileEntry
+from reprieve.checkpoint.manifest import MANIFEST, FileEntry
 from reprieve.checkpoint.plan import plan
 from reprieve.checkpoint.reader import Reader, Target
 from reprieve.checkpoint.saving import _entry
@@ -452,6 +455,18 @@ def written() -> Iterator[tuple[Path, FileEntry]]:
     with folder() as root, small_pieces(block=7 * PAGE):
         by_rank = [divide([shape.layout(rank, content)], rank, 3) for rank in range(3)]
         yield root, write_together(root, by_rank, chance)["file"]
+
+
+def test_a_reader_made_from_the_description_alone(written: tuple[Path, FileEntry]) -> None:
+    """The program in docs/format.md, on blocks of any size."""
+    root, entry = written
+    page = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
+    program = page[page.index("```python\nimport json, sys, xxhash") :].split("```")[1].removeprefix("python\n")
+    (root / MANIFEST).write_bytes(manifest(files={"file": entry}).encode())
+    run = partial(subprocess.run, [sys.executable, "-c", program, str(root)], capture_output=True, text=True)
+    assert run().stdout.endswith("all checksums match\n")
+    with flipped(root / "file", 8 * entry.bytes - 1):
+        assert "AssertionError: file" in run().stderr
 
 
 def test_every_flipped_bit_is_found(written: tuple[Path, FileEntry]) -> None:
