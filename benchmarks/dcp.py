@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -78,15 +78,33 @@ def show(found: dict[str, float]) -> None:
 # What the ranks run
 
 
+def _nothing() -> None:
+    pass
+
+
+class _Job(NamedTuple):
+    run: Callable[[], object]
+    before: Callable[[], object] = _nothing
+    """On rank 0, off the clock."""
+
+
 def _rounds(folder: Path, size: int, rounds: int) -> tuple[dict[str, list[float]], float]:
-    """Seconds by job, and the memory that one save of ours took on this rank."""
+    """Seconds by job, and the memory that a process's first save took on this rank."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     state = _state(size)
     total = sum(tensor.nbytes for tensor in state.values()) * dist.get_world_size()
-    jobs = _jobs(folder, state, total)
-    extra_mib = _extra_mib(jobs["ours save"])
-    jobs["stock save"]()  # so that there is something to load, and what a process does only once is done
+    save, load = _ours()
+    save_stock, load_stock = _stock()
+    extra_mib = _extra_mib(partial(save, state, folder / "ours"))
+    save_stock(state, folder / "stock")  # so that there is something to load
+    jobs = {
+        "ours save": _Job(partial(save, state, folder / "new"), partial(_remove, folder / "new")),
+        "stock save": _Job(partial(save_stock, state, folder / "new"), partial(_remove, folder / "new")),
+        "ours load": _Job(partial(load, state, folder / "ours")),
+        "stock load": _Job(partial(load_stock, state, folder / "stock")),
+        **_disk_jobs(folder / "raw", total),
+    }
     times: dict[str, list[float]] = {name: [] for name in jobs}
     order = random.Random(0)
     for number in range(rounds):
@@ -94,60 +112,76 @@ def _rounds(folder: Path, size: int, rounds: int) -> tuple[dict[str, list[float]
             seconds = _time(jobs[name])
             times[name].append(seconds)
             if dist.get_rank() == 0:
-                print(f"round {number + 1}/{rounds} {name:20} {seconds:8.3f} s", file=sys.stderr)
+                print(f"round {number + 1}/{rounds} {name:28} {seconds:8.3f} s", file=sys.stderr)
     return times, extra_mib
 
 
-def _jobs(folder: Path, state: dict[str, torch.Tensor], total: int) -> dict[str, Callable[[], None]]:
-    from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+def _ours() -> tuple[Callable[..., None], Callable[..., None]]:
     from torch.distributed.checkpoint.state_dict_loader import load
     from torch.distributed.checkpoint.state_dict_saver import save
 
     from reprieve.dcp import StorageReader, StorageWriter
 
+    return (
+        lambda state, path: save(state, storage_writer=StorageWriter(path)),
+        lambda state, path: load(dict(state), storage_reader=StorageReader(path)),
+    )
+
+
+def _stock() -> tuple[Callable[..., None], Callable[..., None]]:
+    from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    def save_durably(state: dict[str, Any], path: Path) -> None:
+        save(state, storage_writer=FileSystemWriter(path, thread_count=_STOCK_THREADS))
+        if dist.get_rank() == 0:
+            flush(path)
+
+    return save_durably, lambda state, path: load(dict(state), storage_reader=FileSystemReader(path))
+
+
+def _disk_jobs(raw: Path, size: int) -> dict[str, _Job]:
+    """One process moves all the bytes: no number of ranks can be faster than the disk."""
     disk.touch_buffers(_WAYS)
-    ours, stock, raw = folder / "ours", folder / "stock", folder / "raw"
 
-    def save_stock() -> None:
-        writer = FileSystemWriter(stock, thread_count=_STOCK_THREADS)
-        save(state, storage_writer=writer)
-        if dist.get_rank() == 0:
-            flush(stock)
-        dist.barrier()
+    def make_anew() -> None:
+        raw.unlink(missing_ok=True)
+        disk.create(raw, size)
 
-    def on_rank_0(job: Callable[[], None]) -> None:
-        if dist.get_rank() == 0:
-            job()
-        dist.barrier()
+    def make() -> None:
+        if not raw.exists():
+            make_anew()
+            disk.write(raw, size, _WAYS[0])
 
-    def write_raw(way: disk.Way) -> None:
-        disk.write(raw, total, way)
-
-    jobs: dict[str, Callable[[], None]] = {
-        "ours save": lambda: save(state, storage_writer=StorageWriter(ours)),
-        "stock save": save_stock,
-        "ours load": lambda: load(dict(state), storage_reader=StorageReader(ours)),
-        "stock load": lambda: load(dict(state), storage_reader=FileSystemReader(stock)),
-    }
-    on_rank_0(partial(disk.create, raw, total))
+    jobs = {}
     for way in _WAYS:
-        jobs[f"disk save {way}"] = partial(on_rank_0, partial(write_raw, way))
-        jobs[f"disk load {way}"] = partial(on_rank_0, partial(disk.read, raw, total, way))
+        jobs[f"disk save {way}"] = _Job(partial(_on_rank_0, partial(disk.write, raw, size, way)), make_anew)
+        jobs[f"disk load {way}"] = _Job(partial(_on_rank_0, partial(disk.read, raw, size, way)), make)
     return jobs
 
 
-def _time(job: Callable[[], None]) -> float:
-    dist.barrier()
+def _on_rank_0(job: Callable[[], object]) -> None:
     if dist.get_rank() == 0:
-        settle()
+        job()
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _time(job: _Job) -> float:
+    dist.barrier()
+    _on_rank_0(job.before)
+    _on_rank_0(settle)
     dist.barrier()
     start = time.perf_counter()
-    job()
+    job.run()
     dist.barrier()
     return time.perf_counter() - start
 
 
-def _extra_mib(save: Callable[[], None]) -> float:
+def _extra_mib(save: Callable[[], object]) -> float:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5\n")
@@ -157,6 +191,7 @@ def _extra_mib(save: Callable[[], None]) -> float:
 
 
 def _state(size: int) -> dict[str, Any]:
+    """By rank; the same on all of them in name and shape."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 

@@ -24,7 +24,7 @@ from reprieve.storage.disk import Disk
 from ..integration.dcp_ranks import Dies
 from .strict import Op, Recording, build, crash_states
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
 
 def state(number: int) -> dict[str, Any]:
@@ -33,6 +33,7 @@ def state(number: int) -> dict[str, Any]:
 
 def save(path: Path, number: int, disk: Disk) -> None:
     dcp.save(state(number), storage_writer=StorageWriter(path, disk=disk))
+    folder.wait_for_removals()
 
 
 def number_at(path: Path) -> int:
