@@ -76,6 +76,8 @@ class Member:
     def check(self) -> None:
         """Raise Fenced if a newer attempt has taken over."""
         current = read_record(self._folder)
+        if current is None and not self._folder.is_dir():
+            raise StorageError(errno.ENOENT, f"{self._folder.parent} is gone: is it still mounted?")
         if current is None or (current.run, current.attempt) != (self.run, self.attempt):
             by = current if current is not None else "somebody who removed the owner record"
             raise Fenced(
