@@ -118,7 +118,7 @@ def test_what_is_older_than_the_restored_one_need_not_wait(tmp_path: Path, monke
     with Checkpointer(tmp_path, model=small_model(), keep=3) as checkpointer:
         for step in (1, 2, 3):
             checkpointer.save(step)
-    monkeypatch.setattr("reprieve.checkpoint.checkpointer.verify", unreadable)
+    monkeypatch.setattr("reprieve.checkpoint.retiring.verify", unreadable)
     with Checkpointer(tmp_path, model=small_model(), keep=1) as checkpointer:
         checkpointer.restore()
         assert steps(tmp_path) == [3, 2, 1], "a restore removes nothing"

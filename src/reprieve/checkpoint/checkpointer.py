@@ -15,8 +15,7 @@ import math
 import operator
 import os
 import platform
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timedelta, timezone
@@ -36,8 +35,9 @@ from reprieve.checkpoint.owner import Member, Owner, OwnerRecord, acquire, join
 from reprieve.checkpoint.plan import SHARD_BYTES, Plan, plan
 from reprieve.checkpoint.replicas import Divergence
 from reprieve.checkpoint.resume import PassedOver
-from reprieve.checkpoint.retention import Retention, reading, remove_doomed
-from reprieve.checkpoint.room import StagingRoom, bytes_on_disk, check_room, warn_if_tight
+from reprieve.checkpoint.retention import Retention, reading
+from reprieve.checkpoint.retiring import Retiring
+from reprieve.checkpoint.room import StagingRoom, bytes_on_disk, check_room
 from reprieve.checkpoint.saving import Saving
 from reprieve.checkpoint.schedule import Every, Schedule
 from reprieve.checkpoint.state import State
@@ -46,7 +46,7 @@ from reprieve.checkpoint.verify import verify
 from reprieve.checkpoint.workers import Workers
 from reprieve.clock import Clock, SystemClock
 from reprieve.config import parse_duration, parse_size
-from reprieve.errors import ConfigError, InvalidCheckpoint, RankFailed, RanksError, StateError, StorageFull
+from reprieve.errors import ConfigError, InvalidCheckpoint, RankFailed, RanksError, StorageFull
 from reprieve.ranks.common_step import CommonStep
 from reprieve.ranks.group import LIMIT, Ranks
 from reprieve.ranks.step_protocol import SAVE
@@ -166,13 +166,9 @@ class Checkpointer:
         self._thread = Workers(1, "reprieve-save")
         self._background: list[Future[None]] = []
         self._writing: Future[None] | None = None
-        self._hurry = threading.Event()
-        self._gave_way = False
+        self._retiring = Retiring(self._disk, self.root, self.retention)
         self._saved: set[Path] = set()
-        self._last_saved: int | None = None
-        self._verified: Path | None = None
         self._closed = False
-
         self._saves = 0
         self._common: CommonStep | None = None
         self._asked = False
@@ -194,7 +190,7 @@ class Checkpointer:
                 resume.make_root(self._disk, self.root)
                 mine = acquire(self._disk, self.root, run, wait=wait, clock=self._clock)
                 resume.clean_up(self._disk, self.root, fresh=self._fresh)
-                self._check_room_at_start(mine.run, bytes_on_disk(first_plan))
+                self._retiring.look_around(mine.run, bytes_on_disk(first_plan))
                 return asdict(mine.record)
 
         member: Member | None = None
@@ -302,11 +298,8 @@ class Checkpointer:
             save._done = self._writing = self._thread.submit(partial(self._finish, job, target))
             self._background.append(self._writing)
         else:
-            self._hurry.set()  # the disk is ours alone now
-            try:
+            with self._retiring.giving_way():
                 self._finish(job, target)
-            finally:
-                self._hurry.clear()
         save.blocked = timedelta(seconds=self._clock.monotonic() - start)
         self.schedule.saved(details.step)
         if self._ranks.rank == 0:
@@ -356,7 +349,7 @@ class Checkpointer:
     def _finish(self, job: Saving, target: Path) -> None:
         job.finish()
         self._saved.add(target)
-        self._last_saved = names.step_of(target)
+        self._retiring.newest = names.step_of(target)
 
     def _reason_to_replace(self, target: Path) -> str | None:
         """Why what stands at `target` does not count as this save; None if it does."""
@@ -378,60 +371,20 @@ class Checkpointer:
         check_loadable(the_plan)
         return the_plan
 
-    def _check_room_at_start(self, run: str, needed: int) -> None:
-        found = survey(self.root)
-        ours = [one for one in found if one.problem is None and one.manifest and one.manifest.run == run]
-        self._last_saved = ours[0].step if ours else None
-        doomed = self.retention.doomed(found, run, ours[0].step) if ours else []
-        check_room(self.root, needed, going=sum(one.bytes for one in doomed))
-        warn_if_tight(self.root, needed, self.retention, found)
-
     def _make_room(self, needed: int) -> None:
         """Raise StorageFull unless so many bytes fit, when all has gone that may go."""
         try:
             check_room(self.root, needed)
         except StorageFull:
-            if self._last_saved is None:
+            if self._retiring.newest is None:
                 raise
             self._thread.submit(self._retire).result()
             check_room(self.root, needed)
 
     def _retire(self) -> None:
-        """Remove what retention no longer wants, once the newest has been read back and verified."""
-        if (saved := self._last_saved) is None:
-            return
-        doomed = self.retention.doomed(survey(self.root), self.run, saved)
-        newest = names.checkpoint(self.root, saved)
-        if self._verified is not None:
-            # What is older than one that was read back need not wait for the next; that one itself stays until then.
-            verified = names.step_of(self._verified)
-            self._remove([one for one in doomed if one.step < (verified or 0)])
-            doomed = [one for one in doomed if one.step >= (verified or 0)]
-        if not doomed:
-            return
-        if newest != self._verified:
-            try:
-                verify(newest, BlockPool(limit=2), progress=self._give_way)
-            except _Hurry:
-                return  # the save that interrupted us is followed by another pass
-            except InvalidCheckpoint as error:
-                log.error("nothing is removed: the newest checkpoint did not pass when read back: %s", error)
-                return
-            self._verified = newest
-            self._gave_way = False
-        self._remove(doomed)
-
-    def _remove(self, doomed: Sequence[Found]) -> None:
-        if doomed:
-            assert isinstance(self._owner, Owner)
-            with self._explained(), self._owner.committing():
-                remove_doomed(self._disk, doomed)
-
-    def _give_way(self, _count: int) -> None:
-        """A save that somebody waits for has the disk to itself, but not twice in a row: what is due to go must go."""
-        if self._hurry.is_set() and not self._gave_way:
-            self._gave_way = True
-            raise _Hurry
+        assert isinstance(self._owner, Owner)
+        with self._explained():
+            self._retiring.retire(self._owner)
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -512,9 +465,9 @@ class Checkpointer:
             return None
         found, values = restored
         self._parent = found.path.name
-        self._last_saved = found.step
+        self._retiring.newest = found.step
         if found.manifest is not None and found.manifest.world_size == self._ranks.world_size:
-            self._verified = found.path  # every byte of it was read
+            self._retiring.verified = found.step  # every byte of it was read
         self.schedule.saved(found.step)
         manifest = found.manifest
         return Restored(
@@ -547,10 +500,6 @@ class _Details:
     epoch: float | None
     metrics: Mapping[str, float]
     values: Mapping[str, Any] | None
-
-
-class _Hurry(Exception):
-    """Somebody waits for a save: reading back can wait."""
 
 
 def _check_same_step(plans: list[dict[str, Any]]) -> None:
