@@ -46,7 +46,7 @@ from reprieve.checkpoint.verify import verify
 from reprieve.checkpoint.workers import Workers
 from reprieve.clock import Clock, SystemClock
 from reprieve.config import parse_duration, parse_size
-from reprieve.errors import ConfigError, InvalidCheckpoint, RankFailed, RanksError, StorageFull
+from reprieve.errors import ConfigError, InvalidCheckpoint, RankFailed, RanksError, StateError, StorageFull
 from reprieve.ranks.common_step import CommonStep
 from reprieve.ranks.group import LIMIT, Ranks
 from reprieve.ranks.step_protocol import SAVE
