@@ -168,10 +168,12 @@ def test_wait_ends_when_the_key_comes(store: Store, verb: str) -> None:
         "set much": (lambda: other.set("late", much), much),
         "put much once": (lambda: other.put_once("late", much), much),
     }[verb]
-    threading.Timer(0.1, act).start()
+    later = threading.Timer(0.1, act)
+    later.start()
     begun = time.monotonic()
     assert store.wait("late", LONG) == value
     assert 0.05 < time.monotonic() - begun < 10
+    later.join()
     other.close()
 
 

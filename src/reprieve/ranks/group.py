@@ -86,6 +86,7 @@ class Ranks:
             return [value]
         keys = prefixed(self.store, f"{name}/{number}")
         self._to_forget[name].append(number)
+        outcome: bytes | None = None
         try:
             reached(f"before {name}")
             outcome = keys.get("end")
