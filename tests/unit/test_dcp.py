@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItemType
 
 import reprieve
-from reprieve.checkpoint.blocks import BlockPool
+from reprieve.checkpoint.blocks import BLOCK_BYTES, BlockPool
 from reprieve.checkpoint.manifest import MANIFEST, SENTINEL
 from reprieve.checkpoint.verify import verify
 from reprieve.dcp import StorageReader, StorageWriter, folder
@@ -180,6 +180,13 @@ def test_the_manifest_says_what_it_can(tmp_path: Path) -> None:
     assert set(found.manifest.files) == {".metadata", "__0_0.distcp"}
     assert list(found.manifest.state) == ["list", "lr", "model", "seed"]
     assert found.manifest.versions["torch"] == torch.__version__
+
+
+def test_metadata_of_many_blocks(tmp_path: Path) -> None:
+    state = {f"{number}{'x' * 150_000}": torch.full((3,), float(number)) for number in range(250)}
+    dcp.save(state, storage_writer=StorageWriter(tmp_path / "it"))
+    assert (tmp_path / "it" / ".metadata").stat().st_size > 2 * BLOCK_BYTES
+    assert bits(load(StorageReader(tmp_path / "it"), state)) == bits(state)
 
 
 # What is found

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reprieve.checkpoint.blocks import Block
-from reprieve.dcp.regions import Box, FanOut, Part, RowsSink, in_between, parts_of
+from reprieve.checkpoint.reader import Target
+from reprieve.dcp.regions import Box, RowsSink, in_between, targets_of
 
 DTYPES = [torch.float32, torch.int64, torch.bool, torch.bfloat16, torch.complex64, torch.float8_e4m3fn]
 BLOCK = Block(pinned=False)
@@ -29,18 +30,19 @@ def bits(tensor: torch.Tensor) -> bytes:
     return tensor.view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
-def deliver(saved: torch.Tensor, parts: list[Part], cuts: random.Random) -> None:
+def deliver(saved: torch.Tensor, targets: list[Target], cuts: random.Random) -> None:
     """As the reader does it: pieces of the file, in any order, each somewhere in a block of memory."""
     data = bits(saved)
-    sink = FanOut(parts)
     edges = sorted({0, len(data), *(cuts.randrange(len(data) + 1) for _ in range(cuts.randrange(6)))})
     pieces = list(itertools.pairwise(edges))
     cuts.shuffle(pieces)
     for start, stop in pieces:
         at = cuts.randrange(100)
         BLOCK.view[at : at + stop - start] = data[start:stop]
-        sink.put(BLOCK, at, start, stop)
-    sink.finish()
+        for target in targets:
+            first, last = max(start, target.offset), min(stop, target.offset + target.length)
+            if first < last:
+                target.sink.put(BLOCK, at + first - start, first - target.offset, last - target.offset)
 
 
 @st.composite
@@ -77,15 +79,15 @@ def test_every_byte_of_a_box_arrives_and_nothing_else_changes(case: dict[str, An
     into = around[tuple(slice(b, b + n) for n, (b, _) in zip(box.lengths, case["margins"], strict=True))]
     expected = live.clone()
     wanted = saved[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.lengths, strict=True))]
-    parts = parts_of(box, into)
-    if parts is None:
+    targets = targets_of(box, into)
+    if targets is None:
         between = in_between(box)
-        parts = parts_of(box, between)
-        assert parts is not None
-        deliver(saved, parts, random.Random(case["seed"]))
+        targets = targets_of(box, between)
+        assert targets is not None
+        deliver(saved, targets, random.Random(case["seed"]))
         assert bits(between) == bits(wanted)
         return
-    deliver(saved, parts, random.Random(case["seed"]))
+    deliver(saved, targets, random.Random(case["seed"]))
     assert bits(into) == bits(wanted)
     into.copy_(expected.as_strided(into.shape, into.stride(), into.storage_offset()))
     assert bits(live) == bits(expected), "something beside the box was written to"
@@ -108,16 +110,16 @@ def test_every_byte_of_a_box_arrives_and_nothing_else_changes(case: dict[str, An
 def test_as_few_pieces_as_there_can_be(
     shape: tuple[int, ...], offsets: tuple[int, ...], lengths: tuple[int, ...], kinds: list[str]
 ) -> None:
-    parts = parts_of(Box(shape, torch.float32, offsets, lengths), torch.empty(lengths))
-    assert parts is not None
-    assert ["rows" if isinstance(part.sink, RowsSink) else "one run" for part in parts] == kinds
+    targets = targets_of(Box(shape, torch.float32, offsets, lengths), torch.empty(lengths))
+    assert targets is not None
+    assert ["rows" if isinstance(target.sink, RowsSink) else "one run" for target in targets] == kinds
 
 
 def test_what_cannot_be_reached_directly() -> None:
     box = Box((4, 4), torch.float32, (0, 0), (4, 4))
-    assert parts_of(box, torch.empty(4, 4, dtype=torch.bfloat16)) is None, "another type"
-    assert parts_of(box, torch.empty(4, 4).t()) is None, "columns first"
-    assert parts_of(box, torch.empty(4, 4, device="meta")) is None
+    assert targets_of(box, torch.empty(4, 4, dtype=torch.bfloat16)) is None, "another type"
+    assert targets_of(box, torch.empty(4, 4).t()) is None, "columns first"
+    assert targets_of(box, torch.empty(4, 4, device="meta")) is None
     many = Box((2000, 2, 2, 2), torch.float32, (0, 0, 0, 0), (2000, 2, 2, 1))
-    assert parts_of(many, in_between(many)) is None, "thousands of tiny runs"
-    assert parts_of(many.whole, in_between(many.whole)) is not None
+    assert targets_of(many, in_between(many)) is None, "thousands of tiny runs"
+    assert targets_of(many.whole, in_between(many.whole)) is not None

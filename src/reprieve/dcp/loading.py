@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from reprieve.checkpoint.foreign.files import FileReader
 from reprieve.checkpoint.reader import Target
 from reprieve.checkpoint.sinks import HostSink
 from reprieve.dcp.archive import PlainTensor
-from reprieve.dcp.regions import Box, FanOut, Part, in_between, parts_of
+from reprieve.dcp.regions import Box, in_between, targets_of
 from reprieve.dcp.saved import Saved
 from reprieve.errors import InvalidCheckpoint, StateMismatch
 
@@ -37,8 +37,6 @@ class Loading:
         self._planner = planner
         self._pool = BlockPool()
         self._reader = saved.open(self._pool)
-        self._places: dict[tuple[str, int], list[Part]] = {}
-        """By file and offset: where the bytes from there on go."""
         self._after: list[Callable[[], None]] = []
         self._to_check: dict[Path, FileReader] = {}
 
@@ -58,14 +56,6 @@ class Loading:
             self._add_tensor(item)
 
     def run(self) -> None:
-        for (name, offset), parts in self._places.items():
-            file = self._saved.file(self._reader, name)
-            start, stop = min(part.start for part in parts), max(part.stop for part in parts)
-            if offset + stop > file.size:
-                raise file.bad(f"is cut short: an item ends at byte {offset + stop:,}, the file at {file.size:,}")
-            moved = [Part(part.start - start, part.stop - start, part.sink) for part in parts]
-            sink = moved[0].sink if len(moved) == 1 else FanOut(moved)
-            file.targets.append(Target(offset + start, stop - start, sink))
         self._reader.run()
         for then in self._after:
             then()
@@ -75,11 +65,15 @@ class Loading:
             self._to_check[path] = FileReader(path)
         return self._to_check[path]
 
-    def _put(self, item: ReadItem, offset: int, parts: Sequence[Part]) -> None:
+    def _read(self, item: ReadItem, offset: int, targets: Iterable[Target]) -> None:
         """Bytes from `offset` of the item on."""
-        if parts:
-            info = self._saved.info(item.storage_index)
-            self._places.setdefault((info.relative_path, info.offset + offset), []).extend(parts)
+        info = self._saved.info(item.storage_index)
+        file = self._saved.file(self._reader, info.relative_path)
+        for target in targets:
+            start = info.offset + offset + target.offset
+            if start + target.length > min(file.size, info.offset + info.length):
+                raise file.bad(f"is cut short: {item.storage_index.fqn!r} goes on to byte {start + target.length:,}")
+            file.targets.append(Target(start, target.length, target.sink))
 
     def _add_bytes(self, item: ReadItem) -> None:
         length = self._saved.info(item.storage_index).length
@@ -87,7 +81,7 @@ class Loading:
         self.held += length
         if buffer:
             memory = (ctypes.c_char * length).from_buffer(buffer)
-            self._put(item, 0, [Part(0, length, HostSink(ctypes.addressof(memory), memory))])
+            self._read(item, 0, [Target(0, length, HostSink(ctypes.addressof(memory), memory))])
         self._after.append(partial(self._hand_over, item, buffer))
 
     def _hand_over(self, item: ReadItem, buffer: bytearray) -> None:
@@ -108,9 +102,8 @@ class Loading:
             self._read_plain(item, found, into)
         else:
             tensor, targets = found
-            for target in targets:
-                self.held += target.length
-                self._put(item, target.offset, [Part(0, target.length, target.sink)])
+            self.held += sum(target.length for target in targets)
+            self._read(item, 0, targets)
             self._copy_later(item, tensor, into)
         self._after.append(partial(self._planner.commit_tensor, item, into))
 
@@ -118,17 +111,17 @@ class Loading:
         box = Box(found.shape, found.dtype, tuple(item.storage_offsets), tuple(item.lengths))
         if not box.fits:
             raise InvalidCheckpoint(f"{item.storage_index.fqn!r} is smaller than .metadata says", path=self._saved.path)
-        parts = parts_of(box, into)
-        if parts is None:
+        targets = targets_of(box, into)
+        if targets is None:
             between = in_between(box)
-            parts = parts_of(box, between)
-            if parts is None:  # very many small runs: the whole piece, and cut afterwards
+            targets = targets_of(box, between)
+            if targets is None:  # very many small runs: the whole piece, and cut afterwards
                 box = box.whole
                 between = in_between(box)
-                parts = parts_of(box, between) or []
+                targets = targets_of(box, between) or []
             self.held += between.nbytes
             self._copy_later(item, between, into)
-        self._put(item, found.start, parts)
+        self._read(item, found.start, targets)
 
     def _copy_later(self, item: ReadItem, between: torch.Tensor, into: torch.Tensor) -> None:
         def copy() -> None:

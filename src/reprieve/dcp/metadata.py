@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 
-from reprieve.checkpoint.foreign.dcp import _METADATA_GLOBALS
+from reprieve.checkpoint.foreign.dcp import METADATA_GLOBALS
 from reprieve.errors import InvalidCheckpoint
 
 DATA_OFFSET = "data_offset"
@@ -59,7 +59,7 @@ def decode(data: bytes, *, weights_only: bool) -> Metadata:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if not _METADATA_GLOBALS.fullmatch(f"{module}.{name}"):
+        if not METADATA_GLOBALS.fullmatch(f"{module}.{name}"):
             raise InvalidCheckpoint(
                 f".metadata is not trusted: loading it would run {module}.{name}. If you trust it, use "
                 "StorageReader(…, weights_only=False)"

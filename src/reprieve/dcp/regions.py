@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from reprieve.checkpoint.blocks import Block
-from reprieve.checkpoint.reader import Sink
+from reprieve.checkpoint.reader import Target
 from reprieve.checkpoint.sinks import tensor_sink
 
-_MOST_PARTS = 1024
+_MOST_TARGETS = 1024
 """Boxes that fall into more groups of rows than this go through memory in between: a group costs about 10 µs."""
 
 
@@ -49,43 +49,34 @@ class Box:
         return Box(self.shape, self.dtype, (0,) * len(self.shape), self.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Bytes [start, stop) of a piece, and where they go."""
-
-    start: int
-    stop: int
-    sink: Sink
-
-
-def parts_of(box: Box, into: torch.Tensor) -> list[Part] | None:
-    """Where the box's bytes go. None if they cannot go there directly."""
+def targets_of(box: Box, into: torch.Tensor) -> list[Target] | None:
+    """Where the box's bytes go, counted from the piece's first one. None if they cannot go there directly."""
     if box.size == 0:
         return []
     if not _is_reachable(box, into):
         return None
     cut = _row_start(box, into)
-    if cut == len(box.lengths) > 0 or math.prod(box.lengths[: max(0, cut - 1)]) > _MOST_PARTS:
+    if cut == len(box.lengths) > 0 or math.prod(box.lengths[: max(0, cut - 1)]) > _MOST_TARGETS:
         return None
     strides = [math.prod(box.shape[dim + 1 :]) * box.dtype.itemsize for dim in range(len(box.shape))]
-    parts = []
+    targets = []
     for at in itertools.product(*(range(length) for length in box.lengths[: max(0, cut - 1)])):
         start = sum((offset + index) * stride for offset, index, stride in zip(box.offsets, at, strides, strict=False))
         start += sum(offset * stride for offset, stride in zip(box.offsets[len(at) :], strides[len(at) :], strict=True))
         width = math.prod(box.lengths[cut:]) * box.dtype.itemsize
         if cut == 0:
             flat = into.as_strided((into.numel(),), (1,))  # a single element may have any stride
-            parts.append(Part(start, start + width, tensor_sink(flat)))
+            targets.append(Target(start, width, tensor_sink(flat)))
         else:
             rows = into[at]
             flat = rows.as_strided((rows.shape[0], width // box.dtype.itemsize), (rows.stride(0), 1))
-            stop = start + (rows.shape[0] - 1) * strides[cut - 1] + width
-            parts.append(Part(start, stop, RowsSink(flat.view(torch.uint8), strides[cut - 1])))
-    return parts
+            length = (rows.shape[0] - 1) * strides[cut - 1] + width
+            targets.append(Target(start, length, RowsSink(flat.view(torch.uint8), strides[cut - 1])))
+    return targets
 
 
 def in_between(box: Box) -> torch.Tensor:
-    """Memory for the box alone, which `parts_of` can reach."""
+    """Memory for the box alone, which `targets_of` can reach."""
     return torch.empty(box.lengths, dtype=box.dtype)
 
 
@@ -153,23 +144,3 @@ class RowsSink:
 
     def finish(self) -> None:
         pass
-
-
-class FanOut:
-    """One range of a file that goes to several places."""
-
-    __slots__ = ("_parts", "asynchronous")
-
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self._parts = parts
-        self.asynchronous = any(part.sink.asynchronous for part in parts)
-
-    def put(self, block: Block, at: int, start: int, stop: int) -> None:
-        for part in self._parts:
-            first, last = max(start, part.start), min(stop, part.stop)
-            if first < last:
-                part.sink.put(block, at + first - start, first - part.start, last - part.start)
-
-    def finish(self) -> None:
-        for part in self._parts:
-            part.sink.finish()

@@ -16,7 +16,7 @@ from reprieve.checkpoint.foreign.pickle_scan import scan_pickle
 from reprieve.checkpoint.foreign.torch_zip import check_archive
 from reprieve.errors import InvalidCheckpoint
 
-_METADATA_GLOBALS = re.compile(
+METADATA_GLOBALS = re.compile(
     r"torch\.distributed\.checkpoint\.metadata\.(Metadata|MetadataIndex|StorageMeta|TensorProperties"
     r"|(Tensor|Bytes|Chunk)StorageMetadata|_MEM_FORMAT_ENCODING)"
     r"|torch\.distributed\.checkpoint\.filesystem\.(_StorageInfo|_StoragePrefix)"
@@ -41,7 +41,7 @@ class Region:
 def check_dcp_metadata(file: FileReader) -> list[Region]:
     """What `.metadata` says lies where. DCP writes it last, so that its absence means a save that never finished."""
     found = scan_pickle(file.read(0, file.size))
-    if strange := sorted(name for name in found.globals if not _METADATA_GLOBALS.fullmatch(name)):
+    if strange := sorted(name for name in found.globals if not METADATA_GLOBALS.fullmatch(name)):
         raise InvalidCheckpoint(f"not trusted: loading it would run {', '.join(strange)}")
     regions = []
     for attributes in found.regions:
