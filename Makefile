@@ -40,14 +40,15 @@ format: $(READY)  ## Put the code into its usual form
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# One thread in each process: ranks of a test share the cores, as under torchrun, and threads that spin for them are slow.
 test: $(READY)  ## All tests
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 bench: $(READY)  ## The figures of the README, as a table and in benchmarks/results.json
 	$(BIN)/python -m benchmarks
 
 soak: $(READY)  ## The long versions of the randomised tests (hours)
-	REPRIEVE_SOAK=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --timeout 86400 -m soak
+	OMP_NUM_THREADS=1 REPRIEVE_SOAK=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --timeout 86400 -m soak
 
 clean:  ## Remove the environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

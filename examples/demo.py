@@ -20,7 +20,7 @@ from rich.table import Table
 from reprieve.checkpoint.survey import survey
 
 STEPS, EVERY, KILL_AT = 60, 10, 40
-TIME_LIMIT_S = 120
+TIME_LIMIT_S = 300
 console = Console()
 
 
