@@ -44,7 +44,6 @@ _locks: dict[Path, int] = {}
 """Locks that this process holds. A save that another rank made fail has nobody to tell us: it stays here until the next
 save to the same place takes it."""
 
-
 _removals = Workers(1, "reprieve-remove")
 """Of checkpoints that were replaced. An ordinary thread: the interpreter waits for it."""
 
@@ -181,12 +180,15 @@ def _sweep(disk: Disk, parent: Path) -> None:
         if (hidden := _HIDDEN.fullmatch(path.name)) is None or path.is_symlink() or not path.is_dir():
             continue
         name, why = hidden.groups()
-        if why == "replaced" and (parent / name / MANIFEST).exists():
-            _keep_others(disk, parent / name)
-            _remove_replaced(disk, parent / name)
-        elif (why == "saving" and _is_dead(path)) or (why == "deleting" and _holds_only_ours(path)):
-            disk.remove_tree(path)
-            log.warning("removed %s: a save or a removal that never finished", path)
+        try:
+            if why == "replaced" and (parent / name / MANIFEST).exists():
+                _keep_others(disk, parent / name)
+                _remove_replaced(disk, parent / name)
+            elif (why == "saving" and _is_dead(path)) or (why == "deleting" and _holds_only_ours(path)):
+                disk.remove_tree(path)
+                log.warning("removed %s: a save or a removal that never finished", path)
+        except OSError as error:  # gone by itself, or another user's: no reason not to save
+            log.info("%s is left where it is: %s", path, error)
 
 
 def _is_alive(folder: Path) -> bool:
