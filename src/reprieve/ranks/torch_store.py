@@ -62,10 +62,12 @@ class TorchStore:
 
         `host` is the address that it listens on, one of this machine; "0.0.0.0" or "::" stand for all of them.
         """
+        import torch
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         # The server asks the name service about everybody who connects, and serves nobody meanwhile: 5 s for each
         # lost packet. On a socket that it made itself that is so on the loopback, too, which there is no IPv4 address.
+        # In torch 2.6 only the older server, the one without libuv, takes another's socket.
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.create_server((host, port), family=family, backlog=2048) as listener:
             port = listener.getsockname()[1]
@@ -82,8 +84,8 @@ class TorchStore:
                 )
 
             try:
-                server = start(libuv=True)
-            except NotImplementedError:  # torch 2.6: only the older server takes a socket
+                server = start(libuv=_version(torch.__version__) >= (2, 8))
+            except NotImplementedError:
                 server = start(libuv=False)
         store = cls({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port, limit=limit)  # noqa: S104 - not bound here
         store._server = server
@@ -189,6 +191,11 @@ class TorchStore:
             name, count = json.loads(packed[1:])
             for part in range(count):
                 self._delete(f"{key}+{name}.{part}")
+
+
+def _version(text: str) -> tuple[int, int]:
+    major, minor = text.split(".")[:2]
+    return int(major), int(minor)
 
 
 def _greet(connection: Connection) -> None:
