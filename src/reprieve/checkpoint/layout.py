@@ -113,7 +113,12 @@ def source_of(tensor: torch.Tensor) -> Source:
         return StridedSource(tensor)
     if tensor.device.type == "cpu":
         return HostSource(tensor.data_ptr(), tensor)
-    return DeviceSource(tensor.reshape(-1).view(torch.uint8))
+    return DeviceSource(flat_bytes(tensor))
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor. Not by `reshape`: one element may have any stride, and would keep it."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 @dataclass(slots=True)

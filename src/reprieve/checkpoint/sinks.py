@@ -7,6 +7,7 @@ import ctypes
 import torch
 
 from reprieve.checkpoint.blocks import Block
+from reprieve.checkpoint.layout import flat_bytes
 from reprieve.checkpoint.reader import Sink
 
 
@@ -56,4 +57,4 @@ def tensor_sink(tensor: torch.Tensor) -> Sink:
     """The bytes of a contiguous tensor."""
     if tensor.device.type == "cpu":
         return HostSink(tensor.data_ptr(), tensor)
-    return DeviceSink(tensor.detach().reshape(-1).view(torch.uint8))
+    return DeviceSink(flat_bytes(tensor))
