@@ -222,11 +222,11 @@ def restore_then_save(root: Path, step: int | None, background: bool = False) ->
 
 def restore_with_bad_blocks(root: Path, bad: Sequence[tuple[int, int, str, str]]) -> list[Outcome]:
     """Restore once for each (rank, step, file, how) of `bad`: on that rank, the file of that checkpoint is damaged
-    ("flipped" bits) or not readable ("EIO"). Nobody else sees it."""
-    from reprieve.checkpoint import reader
+    ("flipped" bits) or not readable ("EIO"). Nobody else sees it. "stuck": and rank 0 cannot set it aside."""
+    from reprieve.checkpoint import commit, reader
 
     numbers = Numbers()
-    really = reader.read_into
+    really, really_aside = reader.read_into, commit.set_aside
     now = [(-1, -1, "", "")]
 
     def read_into(file: OpenFile, buffer: memoryview, offset: int) -> int:
@@ -238,7 +238,12 @@ def restore_with_bad_blocks(root: Path, bad: Sequence[tuple[int, int, str, str]]
             buffer[done // 2] ^= 1
         return done
 
-    reader.read_into = read_into
+    def set_aside(*args: Any) -> Path:
+        if now[0][3] == "stuck":
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return really_aside(*args)
+
+    reader.read_into, commit.set_aside = read_into, set_aside
     outcomes = []
     with checkpointer(root, numbers) as saver:
         for one in bad:

@@ -361,6 +361,7 @@ def test_a_bad_block_that_only_one_rank_reads(tmp_path: Path) -> None:
     """All fall back together, each time to the next older one."""
     values(run_ranks(RANKS, jobs.saves, tmp_path, range(1, 9)))
     bad = [
+        (1, 8, "mine.1.pt", "stuck"),
         (1, 8, "model.safetensors", "flipped"),  # read together
         (2, 7, "optimizer.pt", "EIO"),
         (1, 6, "mine.1.pt", "flipped"),  # nobody else reads it
@@ -371,7 +372,8 @@ def test_a_bad_block_that_only_one_rank_reads(tmp_path: Path) -> None:
         (2, 1, "mine.2.pt", "flipped"),
     ]
     calls = by_call(values(run_ranks(RANKS, jobs.restore_with_bad_blocks, tmp_path, bad)))
-    for call, (_, step, name, how) in zip(calls[:-1], bad, strict=False):
+    assert_failed_everywhere(calls[0], "Read-only file system", "mounted read-only", limit_s=0)
+    for call, (_, step, name, how) in zip(calls[1:-1], bad[1:-1], strict=True):
         assert_succeeded([Outcome(one.value[:2], one.type, one.message, one.seconds) for one in call], (step - 1,) * 2)
         told = [one.value[2] for one in call]
         assert told[0] == told[1] == told[2]
