@@ -324,6 +324,7 @@ def disagreements(root: Path) -> list[Outcome]:
         settings["lr"] = 0.1
         numbers.mine["odd"] = print if rank == 1 else 0
         outcomes.append(tried(lambda: save(4)))
+        outcomes.append(tried(lambda: saver.save(4, epoch="first" if rank == 1 else 1)))
         numbers.put(5)
         with torch.no_grad():
             model.large += rank == 2

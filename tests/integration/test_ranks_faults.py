@@ -218,7 +218,7 @@ def test_rank_0_decides_for_all_whether_a_save_is_left_out(tmp_path: Path) -> No
 
 def test_ranks_that_are_not_as_they_should_be(tmp_path: Path) -> None:
     results = run_ranks(RANKS, jobs.disagreements, tmp_path)
-    first, steps, steps_again, structure, unsafe, diverged, equal, restored = by_call(values(results))
+    first, steps, steps_again, structure, unsafe, odd, diverged, equal, restored = by_call(values(results))
     assert_succeeded(first, [])
     for call, step in ((steps, 2), (steps_again, 1)):
         assert_failed_everywhere(call, f"different steps: rank 0 at {step}, rank 1 at 3, rank 2 at {step}", limit_s=0)
@@ -227,6 +227,7 @@ def test_ranks_that_are_not_as_they_should_be(tmp_path: Path) -> None:
         structure, "StateError: optimizer.pt would have another structure on rank 2 than on rank 0", limit_s=0
     )
     assert_failed_everywhere(unsafe, "UnsafeState: mine.1.pt", limit_s=0)
+    assert_failed_everywhere(odd, "could not convert string to float", limit_s=0)
     assert_succeeded(diverged, [("model.large", (2,)), ("optimizer.state.1.momentum_buffer", (1,))])
     for result in results:
         assert "step 5: model.large on rank 2 differs from the other ranks" in result.output

@@ -242,7 +242,7 @@ class Checkpointer:
         if self._closed:
             raise ConfigError(f"the checkpointer of {self.root} is closed: make a new one")
         target = names.checkpoint(self.root, step)
-        details = _Details(step, None if epoch is None else float(epoch), _finite(metrics), values)
+        details = _Details(step, epoch, metrics, values)
         with self._explained():
             return self._save(target, details, background, progress)
 
@@ -329,14 +329,14 @@ class Checkpointer:
         self._saves += 1
         manifest = Manifest(
             step=details.step,
-            epoch=details.epoch,
+            epoch=None if details.epoch is None else float(details.epoch),
             created=datetime.fromtimestamp(self._clock.time(), timezone.utc).isoformat(timespec="seconds"),
             run=self.run,
             attempt=self.attempt,
             parent=self._parent,
             world_size=self._ranks.world_size,
             versions=_versions(),
-            metrics=details.metrics,
+            metrics=_finite(details.metrics) if self._ranks.rank == 0 else {},
             state=self._state.names,
             files={},
         )
@@ -494,11 +494,11 @@ class Checkpointer:
 
 @dataclass(frozen=True, slots=True)
 class _Details:
-    """What a save was asked for with."""
+    """What a save was asked for with, as it was given: what is wrong with it on one rank, all should know."""
 
     step: int
     epoch: float | None
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, float] | None
     values: Mapping[str, Any] | None
 
 
