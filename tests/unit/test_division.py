@@ -279,6 +279,25 @@ def test_shards_stay_where_they_are(sizes: dict[str, torch.Size], replicas: int,
     assert sum(len(part.pieces) for part in parts) < blocks + tensors * 8 * 3, "a few for each shard"
 
 
+@pytest.mark.parametrize("world_size", [3, 8])
+def test_a_rank_reads_its_shards_back_without_those_of_others(world_size: int) -> None:
+    """Blocks are verified as a whole: whoever needs a byte of one reads all of it."""
+    with as_rank(0, world_size):
+        files = files_of(llama(512, 1376, 8, 5003), lambda tensor: spread(tensor, 0))
+    for rank in range(world_size):
+        needed = read = 0
+        for part in divide(files, 0, world_size):
+            its = [one for one in part.layout.segments if isinstance(one, Segment) and one.holders == (rank,)]
+            number = 0
+            needed += sum(segment.length for segment in its)
+            for piece in part.pieces:
+                while number < len(its) and its[number].offset + its[number].length <= piece.start:
+                    number += 1
+                if number < len(its) and its[number].offset < piece.stop:
+                    read += piece.stop - piece.start
+        assert needed <= read < 1.02 * needed
+
+
 @pytest.mark.parametrize("rank", [8, 16, 64])
 def test_shards_of_adapters(rank: int) -> None:
     """The smallest that are worth sharding: a shard is a few pages."""

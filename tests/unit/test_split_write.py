@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
+import itertools
 import os
 import random
 import shutil
@@ -240,6 +241,28 @@ def test_a_small_ring_and_many_late_pages() -> None:
     with folder() as root:
         verify(root, write_together(root, by_rank, random.Random(0), pools=pools))
     assert returned(pools)
+
+
+def test_neighbouring_pieces_are_one_write() -> None:
+    """Small pieces are for whoever reads; a disk that is far away takes as long for a page as for a megabyte."""
+    records: list[list[tuple[int, Holders]]] = [[(30_001, (rank,)) for rank in range(2)] for _ in range(50)]
+    shape = Shape("file", records)
+    content = random.Random(0).randbytes(shape.layout(None).size)
+    by_rank = [divide([shape.layout(rank, content)], rank, 2) for rank in range(2)]
+
+    class Counted(Unflushed):
+        writes = 0
+
+        def write(self, file: OpenFile, data: memoryview, offset: int) -> None:
+            self.writes += 1
+            super().write(file, data, offset)
+
+    disk = Counted()
+    with folder() as root:
+        verify(root, write_together(root, by_rank, random.Random(0), disk=disk))
+    pieces = by_rank[0][0].pieces
+    owners_change = sum(one.owner != other.owner for one, other in itertools.pairwise(pieces))
+    assert disk.writes == owners_change + 1 < len(pieces) / 1.5
 
 
 def test_as_many_blocks_as_were_foreseen_are_enough_to_stage() -> None:

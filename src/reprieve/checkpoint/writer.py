@@ -275,7 +275,10 @@ class Writer:
         for load in self._late:
             for slot in load.slots:
                 slot.file.seal_late(slot)
-            self._write_soon(load)
+            # They lie apart, a page each: a disk takes several of those in the time of one.
+            each = -(-len(load.slots) // WRITERS)
+            for first in range(0, len(load.slots), each):
+                self._write_soon(_Load(load.block, load.slots[first : first + each]))
         self._wait()
         # The flushes of all files go out together: the journal commits once for most of them.
         for flush in [self._threads.submit(partial(self._flush, file)) for file in self._files if file.file]:
@@ -330,10 +333,10 @@ class Writer:
 
     def _write(self, load: _Load, pooled: bool) -> None:
         try:
-            for slot in load.slots:
+            for slots in _neighbours(load.slots):
                 if self._failed.is_set():
                     return
-                self._write_one(slot)
+                self._write_at_once(slots)
         except BaseException:
             self._failed.set()
             raise
@@ -343,16 +346,18 @@ class Writer:
             if self._failed.is_set():
                 self._pool.wake()
 
-    def _write_one(self, slot: _Slot) -> None:
-        file, length = slot.file.file, slot.piece.stop - slot.piece.start
+    def _write_at_once(self, slots: Sequence[_Slot]) -> None:
+        view, start, at = slots[0].load.block.view, slots[0].piece.start, slots[0].at
+        for slot in slots:
+            if slot.piece.start not in slot.file.digests:
+                digest = BlockHash(view[slot.at : slot.at + slot.piece.stop - slot.piece.start])
+                slot.file.digests[slot.piece.start] = digest.hexdigest()
+        file, length = slots[0].file.file, slots[-1].piece.stop - start
         assert file is not None
-        if slot.piece.start not in slot.file.digests:
-            digest = BlockHash(slot.load.block.view[slot.at : slot.at + length])
-            slot.file.digests[slot.piece.start] = digest.hexdigest()
         # Direct I/O takes whole pages; what is past the end is cut off by the truncate.
         padded = -(-length // PAGE) * PAGE if file.direct else length
-        slot.load.block.view[slot.at + length : slot.at + padded] = bytes(padded - length)
-        self._disk.write(file, slot.load.block.view[slot.at : slot.at + padded], slot.piece.start)
+        view[at + length : at + padded] = bytes(padded - length)
+        self._disk.write(file, view[at : at + padded], start)
         if self._progress is not None:
             self._progress(length)
 
@@ -366,3 +371,15 @@ class Writer:
         writes, self._writes = self._writes, []
         for write in writes:
             write.result()
+
+
+def _neighbours(slots: Sequence[_Slot]) -> Iterator[list[_Slot]]:
+    """Pieces that lie one after the other in the file, as they do in the block: one write for all of them."""
+    found: list[_Slot] = []
+    for slot in slots:
+        if found and (found[-1].file is not slot.file or found[-1].piece.stop != slot.piece.start):
+            yield found
+            found = []
+        found.append(slot)
+    if found:
+        yield found
