@@ -502,14 +502,14 @@ def test_a_signal_handler_may_ask_at_any_moment() -> None:
         commons = [job.join(rank) for rank in range(2)]
         previous = signal.signal(signal.SIGALRM, lambda *_: commons[0].request("save"))
         try:
-            other = InBackground(lambda: _saves(commons[1], 30))
+            other = InBackground(lambda: _saves(commons[1], 10))
             signal.setitimer(signal.ITIMER_REAL, 0.002, 0.002)
-            mine = _saves(commons[0], 30)
+            mine = _saves(commons[0], 10)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, previous)
         commons[0].finish()
-        assert len(mine) == 30
+        assert len(mine) == 10
         assert other.result()
 
 
