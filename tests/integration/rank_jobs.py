@@ -154,9 +154,9 @@ def lose_the_store() -> str:
 def detect_twice() -> Any:
     first, second = Ranks.detect(LIMIT), Ranks.detect(LIMIT)
     got = [first.agree("work", lambda: 1), second.agree("work", lambda: 2), first.agree("work", lambda: 3)]
-    rank = first.rank
-    first.agree("end")
-    return rank, got
+    second.close()
+    first.close()
+    return first.rank, got
 
 
 def detect_or_say_why() -> Any:

@@ -19,6 +19,7 @@ from memory_store import MemoryStore
 
 from reprieve import points
 from reprieve.errors import RankFailed, RanksError, ReprieveError, StoreLost
+from reprieve.ranks import group
 from reprieve.ranks.folder_store import FolderStore
 from reprieve.ranks.group import Ranks
 from reprieve.ranks.store import Store, prefixed
@@ -480,6 +481,30 @@ def test_closing_ends_what_waits_in_other_threads() -> None:
         with pytest.raises(StoreLost):
             waits.result(10)
     store.close()
+
+
+def test_who_serves_the_store_leaves_last(store: Store) -> None:
+    ended = []
+
+    def work(ranks: Ranks) -> None:
+        own = Ranks(ranks.rank, 3, store.client(), serves=ranks.rank == 0)
+        time.sleep(ranks.rank * 0.2)
+        own.close()
+        ended.append(ranks.rank)
+        own.close()
+        own.scoped("deeper").close()
+
+    assert together(prefixed(store, "other"), 3, work) == [None] * 3
+    assert ended[0] == 1
+    assert sorted(ended) == [0, 1, 2]
+    assert ended.index(0) > 0
+
+
+def test_who_serves_the_store_does_not_wait_for_ever(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "LEAVE_LIMIT", SHORT)
+    begun = time.monotonic()
+    Ranks(0, 2, store.client(), serves=True).close()
+    assert 0.1 < time.monotonic() - begun < 5
 
 
 def test_connections_end_with_their_threads() -> None:

@@ -62,9 +62,9 @@ def detect(limit: timedelta = LIMIT) -> Ranks:
     else:
         raise ConfigError(f"WORLD_SIZE is {world_size}, and there is no store for the ranks to talk through. {_HELP}")
     start = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")]
-    return Ranks(
-        rank, world_size, prefixed(store, "/".join(["reprieve", *filter(None, start), str(number)])), limit=limit
-    )
+    prefix = "/".join(["reprieve", *filter(None, start), str(number)])
+    serves = rank == 0 and not address and not torchrun
+    return Ranks(rank, world_size, prefixed(store, prefix), limit=limit, serves=serves)
 
 
 def _process_group() -> Any:

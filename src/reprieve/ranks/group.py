@@ -28,11 +28,17 @@ T = TypeVar("T")
 LIMIT = timedelta(minutes=5)
 """How long a rank may come later than the first. Ranks do the same work; minutes mean that something is wrong."""
 
+LEAVE_LIMIT = timedelta(seconds=5)
+"""How long the process that serves the store waits for the others at its end. They are done, or never will be."""
+
 
 class Ranks:
     """The processes of one job, as one of them sees it."""
 
-    def __init__(self, rank: int, world_size: int, store: Store | None, *, limit: timedelta = LIMIT) -> None:
+    def __init__(
+        self, rank: int, world_size: int, store: Store | None, *, limit: timedelta = LIMIT, serves: bool = False
+    ) -> None:
+        """`serves`: the store is in this process, which therefore leaves last."""
         if not 0 <= rank < world_size:
             raise RanksError(f"there is no rank {rank} among {world_size}")
         if store is None and world_size > 1:
@@ -40,7 +46,7 @@ class Ranks:
         self.rank = rank
         self.world_size = world_size
         self.limit = limit
-        self._clients = _Clients(store) if store is not None else None
+        self._clients = _Clients(store, world_size, serves=serves) if store is not None else None
         self._prefix = ""
         self._lock = threading.Lock()
         self._numbers: defaultdict[str, int] = defaultdict(int)
@@ -149,6 +155,8 @@ class Ranks:
         return scoped
 
     def close(self) -> None:
+        """This rank is done. Where its process serves the store, wait a little until the others are: who ends before
+        they have read the last outcome takes it away from them."""
         if self._clients is not None:
             self._clients.close()
 
@@ -190,8 +198,10 @@ class Ranks:
 class _Clients:
     """One connection a thread, since a connection serves one call at a time."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, world_size: int, *, serves: bool) -> None:
         self._store = store
+        self._world_size = world_size
+        self._serves = serves
         self._local = threading.local()
         self._local.store = store
         self._all: weakref.WeakSet[Store] = weakref.WeakSet([store])
@@ -210,6 +220,14 @@ class _Clients:
         return store
 
     def close(self) -> None:
+        with contextlib.suppress(RanksError):
+            mine = self.mine()
+            with self._lock:
+                first, self._closed = not self._closed, True
+            if first and mine.add("closed", 1) == self._world_size:
+                mine.set("all closed", b"")
+            elif first and self._serves:
+                mine.wait("all closed", LEAVE_LIMIT)
         with self._lock:
             self._closed = True
             for store in list(self._all):

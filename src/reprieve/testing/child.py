@@ -156,6 +156,9 @@ def _store(task: Task) -> Any:
         time.sleep(0.005)
     os.environ["REPRIEVE_STORE"] = address.read_text()
     yield
+    if task.rank == task.store_host:  # the others may still read what they agreed on
+        while not all((task.folder / f"{rank}.ended").exists() for rank in range(task.world_size) if rank != task.rank):
+            time.sleep(0.005)
 
 
 @contextlib.contextmanager

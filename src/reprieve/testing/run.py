@@ -200,6 +200,7 @@ class RunningRanks:
                 rank = running.pop(pidfd)
                 rank.ended = time.monotonic()
                 rank.status = self._server.reap(rank.pid)
+                rank.task.file("ended").touch()
                 poll.unregister(pidfd)
 
 
