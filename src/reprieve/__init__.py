@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from reprieve._version import __version__
@@ -26,6 +27,8 @@ from reprieve.errors import (
 
 if TYPE_CHECKING:
     from reprieve.checkpoint.checkpointer import Checkpointer, Restored, Save
+    from reprieve.frameworks.loop.run import Run
+    from reprieve.preemption.ending import Preempted
 
 __all__ = [
     "CheckpointError",
@@ -36,10 +39,12 @@ __all__ = [
     "InvalidCheckpoint",
     "NothingToResume",
     "OwnershipError",
+    "Preempted",
     "RankFailed",
     "RanksError",
     "ReprieveError",
     "Restored",
+    "Run",
     "Save",
     "StateError",
     "StateMismatch",
@@ -51,10 +56,17 @@ __all__ = [
 ]
 
 
+_WHERE = {
+    "Checkpointer": "reprieve.checkpoint.checkpointer",
+    "Preempted": "reprieve.preemption.ending",
+    "Restored": "reprieve.checkpoint.checkpointer",
+    "Run": "reprieve.frameworks.loop.run",
+    "Save": "reprieve.checkpoint.checkpointer",
+}
+
+
 def __getattr__(name: str) -> Any:
     """What needs torch is imported when it is asked for: `import reprieve` stays light."""
-    if name in ("Checkpointer", "Restored", "Save"):
-        from reprieve.checkpoint import checkpointer
-
-        return getattr(checkpointer, name)
+    if name in _WHERE:
+        return getattr(import_module(_WHERE[name]), name)
     raise AttributeError(f"module 'reprieve' has no attribute {name!r}")

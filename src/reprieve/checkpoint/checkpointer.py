@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from reprieve._version import __version__
-from reprieve.checkpoint import names, resume
+from reprieve.checkpoint import finished, names, resume
 from reprieve.checkpoint.blocks import BlockPool
 from reprieve.checkpoint.loadable import check_loadable
 from reprieve.checkpoint.manifest import Manifest
@@ -40,6 +40,7 @@ from reprieve.checkpoint.retiring import Retiring
 from reprieve.checkpoint.room import StagingRoom, bytes_on_disk, check_room
 from reprieve.checkpoint.saving import Saving
 from reprieve.checkpoint.schedule import Every, Schedule
+from reprieve.checkpoint.speed import Running, Speed
 from reprieve.checkpoint.state import State
 from reprieve.checkpoint.survey import Found, survey
 from reprieve.checkpoint.verify import verify
@@ -100,6 +101,8 @@ class Restored:
     metrics: Mapping[str, float]
     passed_over: list[PassedOver]
     """Newer checkpoints that could not be used, and why."""
+    finished: Any = None
+    """What `finish` was told with this step: then there is nothing left to do."""
 
 
 class Checkpointer:
@@ -166,9 +169,10 @@ class Checkpointer:
         self._thread = Workers(1, "reprieve-save")
         self._background: list[Future[None]] = []
         self._writing: Future[None] | None = None
+        self._speed = Speed(self._clock)
         self._retiring = Retiring(self._disk, self.root, self.retention)
         self._saved: set[Path] = set()
-        self._closed = False
+        self._closed = self._ending = False
         self._saves = 0
         self._common: CommonStep | None = None
         self._asked = False
@@ -184,6 +188,7 @@ class Checkpointer:
         def own() -> dict[str, Any]:
             nonlocal mine
             first_plan = self._plan()
+            self._bytes = first_plan.bytes
             if self._ranks.rank != 0:
                 return {}
             with self._explained():
@@ -234,8 +239,13 @@ class Checkpointer:
         values: Mapping[str, Any] | None = None,
         background: bool = False,
         progress: Progress | None = None,
+        within: timedelta | None = None,
     ) -> Save:
-        """Save the state as `checkpoint-<step>`. Durable on return; with `background`, once `wait()` returns."""
+        """Save the state as `checkpoint-<step>`. Durable on return; with `background`, once `wait()` returns.
+
+        `within`: the process ends after this save, so soon. Nothing is retired any more, and no rank is waited for
+        longer.
+        """
         step = operator.index(step)
         if step < 0:
             raise ConfigError(f"step={step}: steps count from 0")
@@ -243,6 +253,9 @@ class Checkpointer:
             raise ConfigError(f"the checkpointer of {self.root} is closed: make a new one")
         target = names.checkpoint(self.root, step)
         details = _Details(step, epoch, metrics, values)
+        self._ending = within is not None
+        if within is not None:
+            self._ranks.limit = min(self._ranks.limit, within)
         with self._explained():
             return self._save(target, details, background, progress)
 
@@ -293,6 +306,8 @@ class Checkpointer:
         assert job is not None
         job.begin(plans, plans[0].get("replacing"), self._make_room)
         save = Save(details.step, target, job.plan.bytes, diverged=job.diverged)
+        self._bytes = job.plan.bytes
+        self._speed.begin(details.step, self._bytes, self._ranks.world_size)
         if background and self._staging.has_room(job.plan):
             job.stage()
             save._done = self._writing = self._thread.submit(partial(self._finish, job, target))
@@ -302,7 +317,7 @@ class Checkpointer:
                 self._finish(job, target)
         save.blocked = timedelta(seconds=self._clock.monotonic() - start)
         self.schedule.saved(details.step)
-        if self._ranks.rank == 0:
+        if self._ranks.rank == 0 and not self._ending:
             self._background.append(self._thread.submit(self._retire))
         return save
 
@@ -343,11 +358,13 @@ class Checkpointer:
         return Saving(
             self._disk, self._pool, self._ranks, self._owner,
             root=self.root, folder=names.saving(self.root, details.step, self.attempt),
-            plan=self._plan(details.values), manifest=manifest, number=self._saves, progress=progress,
+            plan=self._plan(details.values), manifest=manifest, number=self._saves,
+            progress=self._speed.counting(progress),
         )  # fmt: skip
 
     def _finish(self, job: Saving, target: Path) -> None:
-        job.finish()
+        with self._speed:
+            job.finish()
         self._saved.add(target)
         self._retiring.newest = names.step_of(target)
 
@@ -401,6 +418,55 @@ class Checkpointer:
         errors = [error for future in pending if (error := future.exception()) is not None]
         if errors:
             raise errors[0]
+
+    @property
+    def running(self) -> Running | None:
+        """The save that is being written."""
+        return self._speed.running
+
+    def seconds_for_save(self) -> float | None:
+        """How long the next will take, by the speed of the last; None before the first."""
+        return self._speed.seconds_for(self.bytes)
+
+    @property
+    def bytes(self) -> int:
+        """Of the last save that was asked for, or of the state at the start."""
+        return self._bytes
+
+    def wait_for_save(self) -> None:
+        """Until the running save is durable; raises what went wrong. What is older may still be on its way out."""
+        if self._writing is not None:
+            self._writing.result()
+
+    def abort(self) -> None:
+        """Give up the running background save, on every rank: each calls it. One that is all but done is finished."""
+        if self._writing is None:
+            return
+        self._speed.abort()
+        error = self._writing.exception()
+        self._background = [future for future in self._background if future is not self._writing]
+        self._writing = None
+        if error is not None:
+            log.warning("a running save was given up")
+
+    def finish(self, step: int, asked: Any = None) -> None:
+        """Training is done with this step, which was saved: once that is durable, the folder says so. `asked`: what
+        there was to do (see `Restored.finished`)."""
+        self.wait()
+
+        def note() -> None:
+            if isinstance(self._owner, Owner):
+                finished.write(self._disk, self.root, self._owner, step, asked)
+
+        with self._explained():
+            self._ranks.agree("finish", note)
+
+    def leave(self) -> None:
+        """The process is about to end: give the folder up, and wait for nothing. A removal of something old that is
+        running is finished by the next start."""
+        if not self._closed:
+            self._closed = True
+            self._owner.release()
 
     def _raise_background_error(self) -> None:
         if any(future.done() and future.exception() is not None for future in self._background):
@@ -470,6 +536,7 @@ class Checkpointer:
             self._retiring.verified = found.step  # every byte of it was read
         self.schedule.saved(found.step)
         manifest = found.manifest
+        done = self._ranks.agree("finished", lambda: finished.read(self.root, manifest))[0]
         return Restored(
             step=found.step,
             epoch=manifest.epoch if manifest else None,
@@ -477,6 +544,7 @@ class Checkpointer:
             values=values,
             metrics=manifest.metrics if manifest else {},
             passed_over=job.passed_over,
+            finished=done,
         )
 
     # Looking

@@ -5,25 +5,55 @@ The file has the keys that transformers uses (`python`, `numpy`, `cpu`, `cuda`),
 
 from __future__ import annotations
 
+import ctypes
 import random
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from reprieve.errors import StateMismatch
 
 
+class RngSnapshot(NamedTuple):
+    """The global generators, raw: quick to take, to compare and to pickle. `plain` is what goes into files."""
+
+    python: Any
+    cpu: bytes
+    numpy: Any
+    """None: nobody has imported it."""
+    cuda: tuple[bytes, ...] | None
+    """None: not in use."""
+
+    def plain(self) -> dict[str, Any]:
+        """What `capture_rng` gives and `restore_rng` takes."""
+        state: dict[str, Any] = {"python": self.python, "cpu": _tensor(self.cpu)}
+        if self.numpy is not None:
+            state["numpy"] = self.numpy
+            if isinstance(self.numpy, tuple):
+                name, key, *rest = self.numpy
+                state["numpy"] = (name, list(memoryview(key).cast("I")), *rest)
+        if self.cuda is not None:
+            state["cuda"] = [_tensor(one) for one in self.cuda]
+        return state
+
+
+def snapshot_rng() -> RngSnapshot:
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return RngSnapshot(
+        random.getstate(),
+        _bytes(torch.get_rng_state()),
+        _numpy_state() if "numpy" in sys.modules else None,
+        tuple(_bytes(one) for one in torch.cuda.get_rng_state_all()) if cuda else None,
+    )
+
+
 def capture_rng(generators: Mapping[str, torch.Generator], *, everything: bool = True) -> dict[str, Any]:
     """A copy of every generator's state; nothing is drawn from them. Without `everything`, only of the given ones."""
     state: dict[str, Any] = {}
     if everything:
-        state = {"python": random.getstate(), "cpu": torch.get_rng_state()}
-        if "numpy" in sys.modules:
-            state["numpy"] = _numpy_state()
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            state["cuda"] = torch.cuda.get_rng_state_all()
+        state = snapshot_rng().plain()
     if generators:
         state["generators"] = {name: generator.get_state() for name, generator in generators.items()}
     return state
@@ -69,12 +99,12 @@ def _cuda_states(state: Mapping[str, Any]) -> list[torch.Tensor]:
 def _numpy_state() -> Any:
     import numpy as np
 
-    state = _plain(np.random.get_state(legacy=False))
+    state = np.random.get_state(legacy=False)
     if state["bit_generator"] != "MT19937":
-        return state
-    # What it is unless somebody changed it: written as transformers does.
+        return _plain(state)
+    # What it is unless somebody changed it: in the order that transformers writes.
     inner = state["state"]
-    return "MT19937", inner["key"], inner["pos"], state["has_gauss"], state["gauss"]
+    return "MT19937", inner["key"].tobytes(), int(inner["pos"]), int(state["has_gauss"]), float(state["gauss"])
 
 
 def _restore_numpy(state: Any) -> None:
@@ -85,6 +115,14 @@ def _restore_numpy(state: Any) -> None:
     else:
         name, words, *rest = state
         np.random.set_state((name, np.asarray(words, dtype=np.uint32), *rest))
+
+
+def _bytes(state: torch.Tensor) -> bytes:
+    return ctypes.string_at(state.data_ptr(), state.numel())
+
+
+def _tensor(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
 def _plain(value: Any) -> Any:

@@ -1,0 +1,138 @@
+"""Thin stand-ins for a dataset, in workers or in the main process. All else that is asked of them is the dataset's.
+
+Answering   a map-style dataset that answers blanks (sampling.py)
+Followed    an iterable one; `Items` knows where it is, if the dataset or its iterator has a state_dict
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from typing_extensions import Self
+
+from reprieve.checkpoint.rng import restore_rng
+from reprieve.data.sampling import Blank
+
+
+class _StandIn:
+    """Is taken for the dataset: `isinstance`, attributes read and set (a worker_init_fn does that). Its own attributes
+    have names that no dataset has."""
+
+    def __init__(self, dataset: Any) -> None:
+        object.__setattr__(self, "_reprieve_dataset", dataset)
+
+    @property
+    def __class__(self) -> Any:
+        return self._reprieve_dataset.__class__
+
+    @__class__.setter
+    def __class__(self, other: Any) -> None:
+        self._reprieve_dataset.__class__ = other
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "_reprieve_dataset"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._reprieve_dataset, name, value)
+
+    def __len__(self) -> int:
+        return len(self._reprieve_dataset)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._reprieve_dataset,)
+
+
+class Answering(_StandIn):
+    """A map-style dataset."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return index if isinstance(index, Blank) else self._reprieve_dataset[index]
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        return _blank_or(found) if name == "__getitems__" and found else found
+
+
+def _blank_or(getitems: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda indices: list(indices) if isinstance(indices, Blank) else getitems(indices)
+
+
+class Followed(_StandIn):
+    """An iterable dataset."""
+
+    def __init__(self, dataset: Any, items: Items) -> None:
+        super().__init__(dataset)
+        object.__setattr__(self, "_reprieve_items", items)
+
+    def __iter__(self) -> _Going:
+        going: _Going = self._reprieve_items.begin(self._reprieve_dataset)
+        return going
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._reprieve_dataset, self._reprieve_items)
+
+
+class Items:
+    """Where an iterable dataset goes on, and where it is. Each worker has a copy."""
+
+    def __init__(self) -> None:
+        self._next: tuple[Any, Any, bool] = None, None, False
+        self._going: _Going | None = None
+
+    def go_on(self, position: Mapping[str, Any] | None, rng: Mapping[str, Any] | None, *, blank: bool = False) -> None:
+        """The next iteration goes on there. `blank`: its first item is none."""
+        self._next = position, rng, blank
+
+    def begin(self, dataset: Any) -> _Going:
+        then, self._next = self._next, (None, None, False)
+        self._going = _Going(dataset, *then)
+        return self._going
+
+    def position(self) -> dict[str, Any] | None:
+        """None: it cannot tell."""
+        return self._going.position() if self._going is not None else None
+
+
+class _Going:
+    """One iteration."""
+
+    def __init__(self, dataset: Any, position: Any, rng: Any, blank: bool) -> None:
+        self._dataset = dataset
+        self._blank = blank
+        self._ended = False
+        if position is not None and position["of"] == "dataset":
+            dataset.load_state_dict(position["state"])
+        self._inner = iter(dataset)
+        if position is not None:
+            self._ended = position["ended"]
+            if position["of"] == "iterator":
+                self._inner.load_state_dict(position["state"])
+        if rng is not None:
+            restore_rng(rng, {})
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        if self._blank:
+            self._blank = False
+            return Blank()
+        if self._ended:
+            raise StopIteration
+        try:
+            return next(self._inner)
+        except StopIteration:
+            self._ended = True
+            raise
+
+    def position(self) -> dict[str, Any] | None:
+        for of, one in (("iterator", self._inner), ("dataset", self._dataset)):
+            if is_stateful(one):
+                return {"of": of, "state": one.state_dict(), "ended": self._ended}
+        return None
+
+
+def is_stateful(one: Any) -> bool:
+    """The protocol of torchdata's StatefulDataLoader."""
+    return callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None))

@@ -1,0 +1,298 @@
+"""Passes over a torch DataLoader.
+
+Not the user's loader is iterated but a copy of it with some attributes exchanged: the sampler (sampling.py), and with
+workers `collate_fn` and `worker_init_fn` (workers.py). Its batches, and all that it draws from generators, are those
+of the original.
+
+A resumed pass sets the random numbers to what they were when the pass started, makes the iterator (torch draws the
+workers' seed there), passes over the indices that are consumed, puts the workers to where they were, and then sets the
+random numbers to where the run is. Persistent workers outlive a pass: their seed comes from the pass that made them.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
+
+from reprieve.checkpoint.rng import RngSnapshot, snapshot_rng
+from reprieve.data.children import end, starting
+from reprieve.data.datasets import Answering, Followed, Items, is_stateful
+from reprieve.data.passes import Enter, Pass
+from reprieve.data.randomness import Randomness
+from reprieve.data.replay import read_again
+from reprieve.data.sampling import Indices, Plan
+from reprieve.data.workers import Collate, Shipped, Start, Workers
+
+log = logging.getLogger("reprieve")
+
+_KEPT = 256
+"""Fetches between two marks for which is kept what was before: 15 kB each."""
+
+
+def is_plain_loader(loader: Any) -> bool:
+    """A subclass that iterates in its own way would not understand what our workers send."""
+    return isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
+
+
+class LoaderSource:
+    """One DataLoader. `owner` is the loader that holds it and may hold more generators; with `ahead`, that one fetches
+    a batch before it gives out the one before (accelerate)."""
+
+    def __init__(self, loader: Any, ignore: Sequence[int], *, owner: Any = None, ahead: bool = False) -> None:
+        self.loader = loader
+        self.rng = Randomness(loader if owner is None else owner)
+        self.ahead = ahead
+        self.count: int = loader.num_workers
+        self.persistent: bool = self.count > 0 and loader.persistent_workers
+        self.iterable = isinstance(loader.dataset, IterableDataset)
+        self.indices = Indices()
+        self.items = Items()
+        self.made: Mapping[str, Any] | None = None
+        """The random numbers before the persistent workers were made."""
+        self.workers = Workers(self.count)
+        self.own: Mapping[str, Any] | None = None
+        """The loader's generators as the interrupted process had them."""
+        self._ignore = tuple(ignore)
+        self._iterator: Any = None
+        self._children: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
+        self._passes: weakref.WeakSet[LoaderPass] = weakref.WeakSet()
+        if self.count and not getattr(loader, "in_order", True):
+            log.warning("a DataLoader with in_order=False gives its batches in no fixed order: a resume is not exact")
+
+    @property
+    def alive(self) -> bool:
+        """Persistent workers are there."""
+        return self._iterator is not None
+
+    def start(self, saved: Mapping[str, Any] | None, enter: Enter | None) -> LoaderPass:
+        one = LoaderPass(self, saved, enter)
+        self._passes.add(one)
+        return one
+
+    def state(self) -> dict[str, Any]:
+        state = self.rng.capture_own()
+        if self.persistent and self.made is not None:
+            state |= {"made": self.made, "workers": self.workers.states()}
+        if not self.count and is_stateful(self.loader.dataset):
+            state["dataset"] = self.loader.dataset.state_dict()
+        return state
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.forget_workers()
+        self.own = state
+        self.rng.restore_own(state)
+        self.made = state.get("made")
+        self.workers = Workers(self.count, self.fitting(state.get("workers")))
+        if not self.count and "dataset" in state and is_stateful(self.loader.dataset):
+            self.loader.dataset.load_state_dict(state["dataset"])
+
+    def fitting(self, states: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]]:
+        if states is not None and len(states) != self.count:
+            log.warning(
+                "the run had %d DataLoader workers and has %d now: random numbers drawn in workers differ",
+                len(states),
+                self.count,
+            )
+            return ()
+        return states or ()
+
+    def iterate(self, plan: Plan, states: Sequence[Mapping[str, Any]], position: Any) -> Iterator[Any]:
+        """A new iterator of torch's, over a copy of the loader as it is now."""
+        loader = self.loader
+        auto = loader.batch_sampler is not None
+        self.indices.inner = loader.batch_sampler if auto else loader.sampler
+        self.indices.plan = plan
+        changes: dict[str, Any] = {"batch_sampler" if auto else "sampler": self.indices, "_iterator": self._iterator}
+        items = None
+        if self.iterable and not isinstance(loader.dataset, IterDataPipe):
+            items = self.items
+            items.go_on(position, None)
+            changes["dataset"] = Followed(loader.dataset, items)
+        elif plan.blanks:
+            changes["dataset"] = Answering(loader.dataset)
+        if not self.count:
+            return iter(_changed(loader, changes))
+        changes["collate_fn"] = collate = Collate(loader.collate_fn, items)
+        changes["worker_init_fn"] = start = Start(loader.worker_init_fn, self._ignore, collate, items)
+        start.states, start.blanks = states, plan.blanks
+        copy = _changed(loader, changes)
+        with starting(self._ignore, self._children):
+            iterator: Iterator[Any] = iter(copy)
+        self._iterator = copy._iterator
+        return iterator
+
+    def forget_workers(self) -> None:
+        """The next pass makes new ones."""
+        if self._iterator is not None:
+            self.end_workers()
+
+    def end_workers(self) -> None:
+        end(list(self._children), self._let_go)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        # Torch asks its workers to end when nobody holds the iterator any more.
+        self._iterator = None
+        for one in list(self._passes):
+            one.close()
+
+
+class LoaderPass(Pass):
+    """One pass over it."""
+
+    def __init__(self, source: LoaderSource, saved: Mapping[str, Any] | None, enter: Enter | None) -> None:
+        super().__init__(saved, enter)
+        self._source = source
+        self._batches: Iterator[Any] = iter(())
+        self._start: Mapping[str, Any] = {}
+        """The random numbers before torch's iterator was made."""
+        self._reused = False
+        """The workers were there before the pass."""
+        self._workers = Workers(0)
+        self._workers_then: list[dict[str, Any]] = []
+        self._held: Shipped | None = None
+        """Fetched ahead: its worker is not yet there."""
+        self._fetched: deque[Any] = deque()
+        """Fetched ahead before the resume, and not yet yielded."""
+        self._before: deque[_Before] = deque(maxlen=_KEPT)
+
+    def mark(self) -> None:
+        self._marked = max(self._yielded - self._ahead, self._marked)
+        self._workers.mark()
+        while self._before and self._before[0].number < self._marked:
+            self._before.popleft()
+
+    @property
+    def _ahead(self) -> int:
+        """How many batches are fetched and not yet given out by an owner that fetches ahead. At the end: none."""
+        return 1 if self._source.ahead and not self.exhausted else 0
+
+    def _begin(self) -> None:
+        source, saved, count = self._source, self._saved, self._yielded
+        if saved.get("ended"):
+            return
+        entry = source.rng.capture() if count else None
+        if "start" in saved:
+            source.forget_workers()
+            source.rng.restore(saved["start"])
+        self._start = source.rng.capture()
+        states = source.fitting(saved.get("workers"))
+        remake = source.persistent and not source.alive and source.made is not None and saved.get("reused", True)
+        self._reused = source.persistent and (source.alive or remake)
+        source.workers.new_pass()
+        if remake:
+            assert source.made is not None
+            states = states or source.workers.states()
+            source.rng.restore(source.made)
+        elif not self._reused:
+            source.made = self._start
+        if not source.alive:
+            source.workers = Workers(source.count, states)
+        self._workers = source.workers
+        if source.iterable:
+            self._workers_then = self._workers.states()
+        self._position(count, states, again=remake)
+        if entry is not None:
+            source.rng.restore(entry)
+            if source.own is not None and not saved.get("loose"):
+                source.rng.restore_own(source.own)
+
+    def _position(self, count: int, states: Sequence[Mapping[str, Any]], *, again: bool) -> None:
+        """Make torch's iterator and take it to the position. `again`: with workers that an earlier pass had made."""
+        source, saved = self._source, self._saved
+        begin = (lambda: source.rng.restore(self._start)) if again else None
+        position, last = saved.get("dataset"), saved.get("last") if states else None
+        if not source.iterable:
+            plan = Plan(count, count % source.count if source.count else 0, begin)
+        else:
+            plan = Plan(0, (last + 1) % source.count if last is not None else 0, begin)
+        self._batches = source.iterate(plan, states, position)
+        if source.iterable and position is None and last is None:
+            read_again(self._batches, count, f"the dataset {type(source.loader.dataset).__name__}")
+        if not source.count:
+            source.indices.follow_plan()
+        for _ in range(plan.blanks):
+            next(self._batches)
+        if count and "ahead" in saved:
+            # Its fetch was before the mark, so it is repeated with the random numbers of then.
+            if saved["ahead"] is not None:
+                source.rng.restore(saved["ahead"])
+            self._before.append(_Before(count, saved["ahead"], position))
+            self._fetched.append(next(self._batches))
+
+    def _fetch(self) -> Any:
+        source = self._source
+        if self._fetched:
+            item = self._fetched.popleft()
+        else:
+            if not source.count and (source.ahead or (source.iterable and self._yielded == self._marked)):
+                rng = snapshot_rng() if source.ahead else None
+                self._before.append(_Before(self._yielded, rng, source.items.position()))
+            try:
+                item = next(self._batches)
+            except StopIteration:
+                self._note(None)
+                if not source.ahead:
+                    self._workers.mark()
+                raise
+        if not source.count:
+            return item
+        self._note(item)
+        return item.batch
+
+    def _note(self, shipped: Shipped | None) -> None:
+        if self._source.ahead:
+            shipped, self._held = self._held, shipped
+        if shipped is not None:
+            self._workers.saw(shipped)
+
+    def _state(self) -> dict[str, Any]:
+        source, ahead = self._source, self._yielded - self._marked
+        state: dict[str, Any] = {"start": self._start, "reused": self._reused, "ended": self.exhausted and not ahead}
+        before = next((one for one in self._before if one.number == self._marked), None)
+        if ahead and source.ahead:
+            state["ahead"] = (
+                before.rng.plain() if before and isinstance(before.rng, RngSnapshot) else before and before.rng
+            )
+        if ahead > self._ahead:
+            state["loose"] = True
+        if source.count:
+            last = self._workers.last
+            state["workers"] = self._workers.states() if last is not None or not source.iterable else self._workers_then
+            if last is not None:
+                state["last"] = last
+        elif source.iterable:
+            position = before.position if ahead and before else source.items.position()
+            if position is not None:
+                state["dataset"] = position
+        return state
+
+    def close(self) -> None:
+        super().close()
+        self._batches = iter(())
+        self._fetched.clear()
+
+
+@dataclass(frozen=True)
+class _Before:
+    """What was before the fetch of a batch, in a pass without workers."""
+
+    number: int
+    rng: RngSnapshot | Mapping[str, Any] | None
+    position: Mapping[str, Any] | None
+    """Of an iterable dataset."""
+
+
+def _changed(loader: Any, changes: Mapping[str, Any]) -> Any:
+    """A copy of a loader with other attributes. (copy.copy would go through what a subclass has for pickling.)"""
+    copy = object.__new__(type(loader))
+    copy.__dict__.update(loader.__dict__)
+    copy.__dict__.update(changes)
+    return copy

@@ -1,0 +1,89 @@
+"""Which samples come next: stands in a DataLoader for its sampler, and can go on in the middle of a pass.
+
+To get to batch k the user's own sampler is run from the random numbers it had at the start of the pass, and its
+first k batches of indices are passed over: no sample is read. So any sampler works that is a function of its state and
+of the random numbers at its start. (One that draws from the global generators at each index cannot be sought.)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from typing_extensions import Self
+
+
+class Blank:
+    """In place of an index: the worker that gets it answers at once, with nothing. So the batch behind it goes to the
+    worker that it would have gone to. As a batch of indices it has one element, itself."""
+
+    def __iter__(self) -> Iterator[Blank]:
+        yield self
+
+    def __len__(self) -> int:
+        return 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to do before the first index of a pass."""
+
+    skip: int = 0
+    """Batches that are consumed."""
+    blanks: int = 0
+    """How many workers have had their turn since worker 0."""
+    begin: Callable[[], None] | None = None
+    """Sets the random numbers that the sampler starts from; None: they are set."""
+
+
+class Indices:
+    """The sampler (or batch sampler) that a DataLoader sees. `inner` is the user's."""
+
+    def __init__(self) -> None:
+        self.inner: Any = None
+        self.plan: Plan | None = None
+        self._newest: _Walk | None = None
+
+    def __iter__(self) -> _Walk:
+        self._newest = _Walk(self)
+        return self._newest
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def follow_plan(self) -> None:
+        """Now, and not when the first index is asked for."""
+        assert self._newest is not None
+        self._newest.follow_plan()
+
+
+class _Walk:
+    def __init__(self, indices: Indices) -> None:
+        self._indices = indices
+        # At once and not at the first index, because torch does it now, and it may draw random numbers.
+        self._inner = iter(indices.inner)
+        self._blanks = 0
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        if self._indices.plan is not None:
+            self.follow_plan()
+        if self._blanks:
+            self._blanks -= 1
+            return Blank()
+        return next(self._inner)
+
+    def follow_plan(self) -> None:
+        plan, self._indices.plan = self._indices.plan, None
+        if plan is None:
+            return
+        if plan.begin is not None:
+            plan.begin()
+            self._inner = iter(self._indices.inner)
+        deque(islice(self._inner, plan.skip), maxlen=0)
+        self._blanks = plan.blanks

@@ -1,0 +1,55 @@
+"""A loader as something that can be left and entered again: the entrance to this package.
+
+    source = DataSource(loader)               one for each loader, as long as the run lives
+    source.restore(source_state)              only after a resume
+    for batch in (one := source.start(pass_state)):
+        …
+        one.mark()                            what was yielded is consumed
+        save(one.state(), source.state())     both at the same moment
+
+Batches and random numbers are those of the bare loader, bit for bit, resumed or not. The position is sought, not
+replayed, wherever the loader allows it; docs/data.md says where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from reprieve.data.ahead import PreparedSource, is_prepared
+from reprieve.data.datasets import is_stateful
+from reprieve.data.iterables import IterableSource
+from reprieve.data.loader import LoaderSource, is_plain_loader
+from reprieve.data.passes import Enter, Pass, Source
+
+__all__ = ["DataSource", "Pass"]
+
+
+class DataSource:
+    """Passes over one loader. `ignore`: signals that its workers do not react to."""
+
+    def __init__(self, loader: Any, *, ignore: Sequence[int] = ()) -> None:
+        self._source: Source
+        if is_prepared(loader) and is_plain_loader(loader.base_dataloader) and not is_stateful(loader.base_dataloader):
+            self._source = PreparedSource(loader, ignore)
+        elif not is_prepared(loader) and is_plain_loader(loader) and not is_stateful(loader):
+            self._source = LoaderSource(loader, ignore)
+        else:
+            self._source = IterableSource(loader)
+
+    def start(self, saved: Mapping[str, Any] | None = None, *, enter: Enter | None = None) -> Pass:
+        """A pass from the beginning, or from the position that `Pass.state` gave. `enter` puts the global random
+        numbers to where the interrupted process had them; it is called once, before the first fetch."""
+        return self._source.start(saved, enter)
+
+    def state(self) -> dict[str, Any]:
+        """What the next pass depends on, besides a position in it: the loader's generators, persistent workers."""
+        return self._source.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Before the first `start`, to what `state` gave."""
+        self._source.restore(state)
+
+    def end_workers(self) -> None:
+        """End workers that are still there: asked first, killed after a second. For the end of a process."""
+        self._source.end_workers()

@@ -1,0 +1,1 @@
+"""The plain PyTorch loop: `reprieve.Run`."""

@@ -1,0 +1,92 @@
+"""Boundaries: the points where a run can stop, and where all ranks agree that it does.
+
+A run comes to one before every fetch of a batch, before and in every evaluation and after every epoch. They are
+counted, alike on all ranks, and `CommonStep` finds one that no rank is beyond. Evaluations may be of different lengths
+on different ranks: batches in them are counted by themselves, and the end of one comes after the last batch of any
+rank. While nothing is asked, a boundary costs a few microseconds.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from reprieve.checkpoint.schedule import Schedule
+from reprieve.errors import RanksError
+from reprieve.preemption.guard import Guard
+from reprieve.ranks.common_step import CommonStep
+from reprieve.ranks.group import Ranks
+from reprieve.ranks.step_protocol import SAVE, STOP
+
+log = logging.getLogger("reprieve")
+
+_MINOR_BITS = 24
+_END = 2**_MINOR_BITS - 1
+"""The end of an evaluation, on every rank."""
+
+
+class Boundaries:
+    """Counts them, and knows what is asked for."""
+
+    def __init__(
+        self, ranks: Ranks, guard: Guard, schedule: Schedule, on_lost: Callable[[RanksError], object] | None = None
+    ) -> None:
+        self.stop_asked = False
+        """All ranks know, at this same boundary, that the run must stop."""
+        self.save_asked = False
+        """The same of a periodic save. Whoever saves sets it back."""
+        self._guard = guard
+        self._schedule = schedule
+        self._times_saves = ranks.rank == 0 and schedule.interval is not None
+        self._time_asked = False
+        self._lost = False
+        self._major = 0
+        self._minor = 0
+        self._common = CommonStep(ranks, completed=0, on_lost=on_lost)
+
+    def ask_to_stop(self) -> None:
+        """From any thread."""
+        self._common.request(STOP)
+
+    def step(self) -> None:
+        """The training thread, between two batches, evaluations or epochs."""
+        self._major += 1
+        self._minor = 0
+        self._at(self._major << _MINOR_BITS)
+
+    def evaluation_step(self) -> None:
+        """The training thread, before a batch of an evaluation."""
+        self._minor = min(self._minor + 1, _END - 1)
+        self._at(self._major << _MINOR_BITS | self._minor)
+
+    def evaluation_end(self) -> None:
+        """The training thread, after the last."""
+        self._at(self._major << _MINOR_BITS | _END)
+
+    def saved(self) -> None:
+        self.save_asked = self._time_asked = False
+
+    def finish(self) -> None:
+        """No more boundaries here."""
+        self._common.finish()
+
+    def close(self) -> None:
+        self._common.close()
+
+    def _at(self, completed: int) -> None:
+        self._guard.keep()
+        if self._times_saves and not self._time_asked and self._schedule.time_is_up():
+            self._time_asked = True
+            self._common.request(SAVE)
+        try:
+            while (request := self._common.boundary(completed)) is not None:
+                if request.kind == STOP:
+                    self.stop_asked = True
+                else:
+                    self.save_asked = True
+        except RanksError as error:
+            if self._guard.stop is not None:
+                raise
+            if not self._lost:
+                log.error("the ranks could not agree on a save: %s. Training goes on without", error)
+            self._lost = True

@@ -1,0 +1,480 @@
+"""`reprieve.Run`: a plain PyTorch loop that can be stopped at any moment and goes on exactly there.
+
+    run.epochs → run.batches → (a step) → run.step → … → run.evaluation → …
+
+Everything happens at boundaries (`boundary.py`): before each fetch of a batch, before and in each evaluation, after
+each epoch. There, and only there, the run is saved or stopped; between two of them nothing of ours runs but `step`,
+which counts. So what stands in a loop after `run.step()` (a log line, an evaluation) has run before that step is saved.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import signal
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from reprieve.checkpoint.checkpointer import Checkpointer, Restored
+from reprieve.checkpoint.rng import capture_rng, restore_rng
+from reprieve.checkpoint.schedule import Every
+from reprieve.clock import Clock
+from reprieve.config import parse_duration
+from reprieve.errors import ConfigError, RanksError, StateMismatch
+from reprieve.frameworks.loop import ddp
+from reprieve.frameworks.loop.boundary import Boundaries
+from reprieve.frameworks.loop.pace import Pace
+from reprieve.frameworks.loop.place import OnePass, Place, Standing
+from reprieve.frameworks.loop.rollback import Rollback
+from reprieve.frameworks.loop.stopping import Stopping
+from reprieve.preemption.deadline import grace_period
+from reprieve.preemption.ending import Preempted, ending
+from reprieve.preemption.guard import Guard
+from reprieve.ranks.group import LIMIT, Ranks
+from reprieve.storage.disk import Disk
+
+log = logging.getLogger("reprieve")
+
+T = TypeVar("T")
+
+_DEAD_RANK_WAIT_S = 30.0
+"""How long a process may still run when another rank is known to be dead: it probably waits for it in a collective."""
+
+_open_runs: weakref.WeakValueDictionary[Path, Run] = weakref.WeakValueDictionary()
+
+
+class Run:
+    """A training run: saved in the background every so often, stopped by a signal, resumed where it was.
+
+        run = reprieve.Run("checkpoints", model=model, optimizer=optimizer, scheduler=scheduler)
+        for epoch in run.epochs(3):
+            for batch in run.batches(loader):
+                loss = train(batch)
+                run.step(loss=loss)
+            for batch in run.evaluation(eval_loader):
+                ...
+
+    State (`model=`, `optimizer=`, and whatever else belongs to the run, by name) is restored here, if there is
+    something to resume from. `every`, `keep`, `keep_every`, `best`, `run`, `fresh`, `strict`, `take_over_after`,
+    `rank_timeout`, `ranks`: see `Checkpointer`.
+
+    `grace`: how long the process has after the signal, "2m" or seconds. Default: `REPRIEVE_GRACE`, else what is
+        known of the platform.
+    `kill_wait`: how long to go on after the signal before saving.
+    `signals`: which signals stop the run.
+    `notices`: which clouds' notices stop it: "auto" (where the machine says that it is there), "off", "aws", ….
+    `exit_wait`: how long the script may still run after it was stopped, before the process is ended.
+    """
+
+    def __init__(
+        self,
+        uri: str | os.PathLike[str],
+        *,
+        every: Every = "10m",
+        keep: int | None = 3,
+        keep_every: int | None = None,
+        best: tuple[str, str] | None = None,
+        run: str | None = None,
+        fresh: bool = False,
+        strict: bool = True,
+        grace: str | float | timedelta | None = None,
+        kill_wait: str | float | timedelta = 0,
+        signals: Iterable[int | str] = (signal.SIGTERM,),
+        notices: str | Sequence[str] = "auto",
+        exit_wait: str | float | timedelta = "5s",
+        take_over_after: str | float | timedelta = "60s",
+        rank_timeout: str | float | timedelta = LIMIT,
+        ranks: Ranks | None = None,
+        disk: Disk | None = None,
+        clock: Clock | None = None,
+        **state: object,
+    ) -> None:
+        ending.prepare()
+        self._guard = Guard(
+            self._told_to_stop,
+            grace=grace_period(grace),
+            signals=signals,
+            kill_wait=timedelta(0) if kill_wait == 0 else parse_duration(kill_wait),
+            notices=notices,
+        )
+        exit_after = parse_duration(exit_wait)
+        self._boundaries: Boundaries | None = None
+        self._closed = False
+        self._close_earlier(uri)
+        self._guard.start()
+        try:
+            self._ranks = ranks if ranks is not None else Ranks.detect(parse_duration(rank_timeout))
+            objects: dict[str, Any] = state  # named by the user, so not by our parameters
+            self._checkpointer = Checkpointer(
+                uri, every=every, keep=keep, keep_every=keep_every, best=best, run=run, fresh=fresh, strict=strict,
+                take_over_after=take_over_after, ranks=self._ranks, disk=disk, clock=clock, **objects,
+            )  # fmt: skip
+            modules = {name: value for name, value in state.items() if isinstance(value, torch.nn.Module)}
+            self._generators = {name: one for name, one in state.items() if isinstance(one, torch.Generator)}
+            self._watched = ddp.watch(modules)
+            self._buckets: dict[str, list[str]] = {}
+            self._first: int | None = 0
+            self._boundaries = Boundaries(
+                self._ranks.scoped("loop"), self._guard, self._checkpointer.schedule, self._lost_a_rank
+            )
+            if self._guard.stop is not None:
+                self._boundaries.ask_to_stop()
+            self._pace = Pace()
+            self._rollback = Rollback(modules, self._guard.grace.period)
+            self._stopping = Stopping(self._checkpointer, self._ranks, self._guard, exit_after)
+            self._place = Place()
+            self._stopped: Preempted | None = None
+            self._finishing = self._completing = False
+            self._asked: list[int | None] = [None, None]
+            self._pending = 0
+            """Batches that were given out since the last completed step."""
+            self._metrics: dict[str, Any] = {}
+            self._last_saved: int | None = 0
+            self._reentry: dict[str, Any] | None = None
+            """The random numbers at the point where the loop is entered again."""
+            self._evaluating: tuple[int, dict[str, Any], dict[str, Any]] | None = None
+            """The source of the evaluation that is running, and its and the random numbers' state before it."""
+            self._tail = False
+            """The rest of a loop's body, after `step`, has still to run for the step that was restored."""
+            self._lending = False
+            self._steps_limit: int | None = None
+            self.resumed = self._resume()
+            """What the run goes on from; None: from the start."""
+        except BaseException:
+            self.close()
+            raise
+        _open_runs[self._checkpointer.root] = self
+        atexit.register(_close_at_exit, weakref.ref(self))
+
+    # Where the run is
+
+    @property
+    def steps(self) -> int:
+        """Completed optimizer steps, those before a resume included."""
+        return self._place.steps
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is running, from 0."""
+        return self._place.epoch
+
+    @property
+    def batch(self) -> int:
+        """How many batches of this pass were given out, those before a resume included. For gradient accumulation:
+        `if run.batch % 4 == 0: optimizer.step(); …; run.step()`."""
+        going = self._place.going
+        return going[-1].batch if going else 0
+
+    @property
+    def finished(self) -> bool:
+        """Is there nothing left to train? For loops that do not use `epochs`."""
+        return self._place.finished is not None
+
+    @property
+    def checkpointer(self) -> Checkpointer:
+        """The engine: what is there (`list`), and whether it is good (`verify`)."""
+        return self._checkpointer
+
+    # The loop
+
+    def epochs(self, count: int | None = None, *, steps: int | None = None) -> Iterator[int]:
+        """The epochs that are left, up to `count` in all, or until `steps` steps are done. Then the run is finished."""
+        if count is None and steps is None:
+            raise ConfigError("epochs(): say how many, epochs(3), or how many steps, epochs(steps=10_000)")
+        self._steps_limit = steps
+        if self._place.finished is not None and self._place.finished != [count, steps] and not self._done(count):
+            log.warning("the run was finished after %d steps, and goes on: something else was asked for", self.steps)
+            self._place.finished = None
+        self._asked = [count, steps]
+        while self._place.finished is None and not self._done(count):
+            if not self._place.resumed_passes:
+                self._enter(active=True)
+            yield self._place.epoch
+            if self._done(None):
+                break
+            self._place.next_epoch()
+            self._checkpointer_due(epoch_ended=True)
+            self._at_boundary()
+        self.finish()
+
+    def batches(self, loader: Iterable[T]) -> Iterator[T]:
+        """The batches of one pass over the loader: from the first, or after a resume from where the run was."""
+        number = self._place.source(loader, self._guard.signals)
+        saved = self._place.resumed_passes.pop(0) if self._place.resumed_passes else None
+        one = OnePass(number)
+        self._place.passes.append(one)
+        if saved is not None and saved["state"] is None:
+            self._enter(active=False)
+            return  # complete, before the resume
+        position = None if saved is None else saved["state"]
+        if saved is not None:
+            one.batch = one.marked = saved["batch"]
+            if self._tail:
+                yield from self._lend(one, position)
+        source = self._place.sources[number]
+        one.going = source.start(position, enter=self._enter)
+        try:
+            while not self._done(None):
+                self._at_boundary()
+                try:
+                    batch = next(one.going)
+                except StopIteration:
+                    break
+                one.batch += 1
+                self._pending += 1
+                yield batch
+            else:
+                one.left = one.going.state()  # by the limit of steps: there is more
+        finally:
+            one.going.close()
+            one.going = None
+
+    def step(self, **metrics: Any) -> None:
+        """One optimizer step is completed. Numbers given here (`loss=loss`) are kept with the next checkpoint."""
+        if self._lending:
+            self._restore_lent(metrics)
+            return
+        self._pending = 0
+        if self._place.steps == self._first:
+            self._buckets = {name: buckets.known() for name, buckets in self._watched.items()}
+        self._place.step_ended()
+        self._pace.step_ended()
+        self._rollback.step_ended(self._pace.typical_s)
+        if metrics:
+            self.log(**metrics)
+        self._checkpointer_due()
+        if not self._place.passes or not self._place.going:
+            self._at_boundary()
+
+    def log(self, **metrics: Any) -> None:
+        """Numbers to keep with the next checkpoint: `run.log(eval_loss=…)`. They are read when it is saved."""
+        for name, value in metrics.items():
+            if not isinstance(value, int | float | torch.Tensor) or (isinstance(value, torch.Tensor) and value.ndim):
+                raise ConfigError(f"{name} is {type(value).__name__} and not one number")
+            self._metrics[name] = value.detach() if isinstance(value, torch.Tensor) else value
+
+    def evaluation(self, loader: Iterable[T]) -> Iterator[T]:
+        """All batches of the loader. A stop in here is served here, and the whole evaluation runs after the resume."""
+        self._at_boundary(tail=True)
+        number = self._place.source(loader, self._guard.signals)
+        source = self._place.sources[number]
+        outer, self._evaluating = self._evaluating, (number, self._rng(), source.state())
+        self._pace.interrupted()
+        assert self._boundaries is not None
+        going = source.start()
+        try:
+            for batch in going:
+                self._at_boundary(self._boundaries.evaluation_step)
+                yield batch
+            self._at_boundary(self._boundaries.evaluation_end)
+        finally:
+            going.close()
+            self._evaluating = outer
+
+    def finish(self) -> None:
+        """Training is done: save the last step, marked as finished. A rerun then trains no more. `epochs` calls it."""
+        if self._closed or self._finishing:
+            return
+        self._finishing = True
+        assert self._boundaries is not None
+        if self._place.finished is not None:
+            log.warning("already finished after %d steps: nothing to train", self.steps)
+        else:
+            self._boundaries.finish()
+            if self.steps != self._last_saved:
+                self._save(background=False)
+            self._checkpointer.finish(self.steps, self._asked)
+            self._place.finished = self._asked
+        self.close()
+
+    def close(self) -> None:
+        """Finish what is being saved, and hear no more signals."""
+        self._close(together=True)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        self._close(together=kind is None)
+
+    # Boundaries
+
+    def _at_boundary(self, come: Any = None, *, tail: bool = False) -> None:
+        """`tail`: what comes next belongs to the body of the loop over batches, after `step`."""
+        if self._stopped is not None:
+            raise self._stopped  # somebody has caught it
+        assert self._boundaries is not None
+        (come or self._boundaries.step)()
+        if self._boundaries.stop_asked:
+            self._stop_here(tail)
+        elif self._boundaries.save_asked and not self._pending and self._evaluating is None and not tail:
+            self._save(background=True)
+
+    def _stop_here(self, tail: bool) -> None:
+        if self._pending and (self._completing or not self._give_up_step()):
+            self._completing = True
+            return  # all ranks go on to the end of the step
+        if self._evaluating is not None:
+            number, rng, source = self._evaluating
+            restore_rng(rng, self._generators)
+            self._place.sources[number].restore(source)
+        self._tail = (tail or self._evaluating is not None) and bool(self._place.going)
+        self._stopped = self._stopping.stop(
+            self.steps, self._last_saved, lambda within: self._save(background=False, within=within)
+        )
+        for one in self._place.sources:
+            one.end_workers()
+        raise self._stopped
+
+    def _give_up_step(self) -> bool:
+        """Is there no time to finish the step that is running? Then back to the one before. All ranks decide alike."""
+        stop = self._guard.stop
+        left = stop.left() if stop is not None else None
+        needed = self._checkpointer.seconds_for_save()
+        late = left is not None and self._pace.rest_s() + (needed or 0.0) > left
+        possible = self._rollback.possible and bool(self._place.going)
+        told = self._ranks.agree("give up the step", lambda: [late, possible])
+        if not (any(late for late, _ in told) and all(possible for _, possible in told)):
+            return False
+        log.warning("no time to finish the step that is running: back to step %d", self.steps)
+        self._rollback.roll_back()
+        return True
+
+    def _checkpointer_due(self, *, epoch_ended: bool = False) -> None:
+        assert self._boundaries is not None
+        if self._checkpointer.schedule.due_at(self.steps, epoch_ended=epoch_ended):
+            self._boundaries.save_asked = True
+
+    def _done(self, count: int | None) -> bool:
+        enough = self._steps_limit is not None and self._place.steps >= self._steps_limit
+        return enough or (count is not None and self._place.epoch >= count)
+
+    # Saving and resuming
+
+    def _save(self, *, background: bool, within: timedelta | None = None) -> None:
+        loop = self._place.state(self._ranks.world_size)
+        if self._evaluating is not None:
+            number, _, source = self._evaluating
+            loop["sources"][number] = source
+        loop["tail"] = self._tail
+        loop["ddp"] = self._buckets
+        self._checkpointer.save(
+            self.steps,
+            epoch=self._place.epoch,
+            metrics={name: float(value) for name, value in self._metrics.items()},
+            values={"loop": loop},
+            background=background,
+            within=within,
+        )
+        self._last_saved = self.steps
+        assert self._boundaries is not None
+        self._boundaries.saved()
+        self._pace.interrupted()
+
+    def _resume(self) -> Restored | None:
+        restored = self._checkpointer.restore()
+        if restored is None:
+            return None
+        loop = restored.values.get("loop")
+        if loop is None:
+            raise StateMismatch(
+                f"{restored.path} was not saved by reprieve.Run, and does not say where in the data the run was. "
+                "Go on with Checkpointer, or start over with fresh=True"
+            )
+        self._reentry = self._rng()
+        self._place.restore(loop, self._ranks.world_size)
+        self._place.finished = restored.finished
+        self._tail = loop["tail"]
+        self._last_saved = restored.step
+        self._first = self.steps
+        self._buckets = loop["ddp"]
+        for name, watched in self._watched.items():
+            watched.take(self._buckets.get(name, ()))
+        restore_rng(self._reentry, self._generators)
+        return restored
+
+    def _rng(self) -> dict[str, Any]:
+        return capture_rng(self._generators)
+
+    def _enter(self, *, active: bool = True) -> None:
+        """The loop is where the interrupted process was: set-up code may have drawn random numbers since the restore.
+        `active`: in a pass that was going on; not only behind one that was complete."""
+        if self._reentry is not None:
+            restore_rng(self._reentry, self._generators)
+            if active or not self._place.resumed_passes:
+                self._reentry = None
+
+    def _lend(self, one: OnePass, position: Mapping[str, Any] | None) -> Iterator[Any]:
+        """The interrupted process stopped in an evaluation in the middle of a pass. To come there again the body of the
+        loop has to run up to `step`: with a batch that is lent to it, and whose effect is undone there."""
+        self._tail = False
+        source = self._place.sources[one.source]
+        for start in (position, None):
+            trial = source.start(start)
+            lent = next(trial, None)
+            trial.close()
+            self._place.restore_source(one.source)
+            if lent is not None:
+                break
+        self._lending = True
+        one.going = Standing()
+        yield lent
+        if self._lending:
+            raise ConfigError(
+                "after a stop in an evaluation in the middle of a pass, run.step() must be called for the batch that "
+                "was given out. With gradient accumulation ask `run.batch`, which counts on over a resume"
+            )
+
+    def _restore_lent(self, metrics: Mapping[str, Any]) -> None:
+        self._lending = False
+        restored = self._checkpointer.restore()
+        assert restored is not None
+        if restored.step != self.steps:
+            raise StateMismatch(f"{restored.path} is not of step {self.steps}, from which the run was resumed")
+        for name, value in metrics.items():
+            # What is between `step` and the evaluation runs a second time, and should say the same: `loss.item()`.
+            if isinstance(value, torch.Tensor) and name in restored.metrics:
+                value.data.fill_(restored.metrics[name])
+        self._enter()
+
+    # Told by others
+
+    def _told_to_stop(self) -> None:
+        if self._boundaries is not None:
+            self._boundaries.ask_to_stop()
+
+    def _lost_a_rank(self, error: RanksError) -> None:
+        if self._guard.stop is not None:
+            ending.within(_DEAD_RANK_WAIT_S, code=1, why=f"{error}. Waited {_DEAD_RANK_WAIT_S:g} s for it to end:")
+
+    def _close(self, *, together: bool) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._guard.close()
+        with contextlib.ExitStack() as stack:
+            if getattr(self, "_ranks", None) is not None:
+                stack.callback(self._ranks.close)
+            if getattr(self, "_checkpointer", None) is not None:
+                stack.callback(self._checkpointer._close, together=together)
+            if self._boundaries is not None:
+                stack.callback(self._boundaries.close)
+
+    def _close_earlier(self, uri: str | os.PathLike[str]) -> None:
+        """In a notebook the same cell may run twice."""
+        for root, earlier in list(_open_runs.items()):
+            if root == Path(uri).absolute() and not earlier._closed:
+                log.info("the run that this process has in %s is closed: a new one begins", root)
+                earlier.close()
+
+
+def _close_at_exit(run: weakref.ref[Run]) -> None:
+    if (open_run := run()) is not None:
+        open_run._close(together=False)

@@ -1,0 +1,1 @@
+"""When to stop: signals, notices, the guard."""

@@ -1,0 +1,55 @@
+"""How long a process has after it was told to stop.
+
+From an argument, from `REPRIEVE_GRACE`, or from what is known of whoever will kill it. Counted from the signal.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+from reprieve.config import parse_duration
+from reprieve.errors import ConfigError
+
+_THIRTY = timedelta(seconds=30)
+
+
+@dataclass(frozen=True, slots=True)
+class Grace:
+    """The grace period, and how we know it."""
+
+    period: timedelta | None
+    """None: nobody is known to kill this process, however long it takes."""
+    source: str
+    certain: bool = False
+    """Somebody has said so; not only what is usual."""
+
+    def __str__(self) -> str:
+        if self.period is None:
+            return f"no limit ({self.source})"
+        return f"{self.period.total_seconds():g} s ({self.source})"
+
+
+def grace_period(given: str | float | timedelta | None = None, env: Mapping[str, str] = os.environ) -> Grace:
+    """`given`, or what the environment says, or what the platform does by default; the shortest of the last."""
+    if given is not None:
+        return Grace(parse_duration(given), "as given", certain=True)
+    if text := env.get("REPRIEVE_GRACE"):
+        try:
+            # A bare number of seconds, as Kubernetes writes it, or "2m".
+            period = parse_duration(float(text) if text.replace(".", "", 1).isdigit() else text)
+            return Grace(period, "REPRIEVE_GRACE", certain=True)
+        except ConfigError as error:
+            raise ConfigError(f"REPRIEVE_GRACE: {error}") from None
+    known = []
+    if "TORCHELASTIC_RUN_ID" in env:
+        text = env.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
+        period = timedelta(seconds=float(text)) if text.isdigit() and int(text) else _THIRTY
+        known.append(Grace(period, "torchrun kills its workers then"))
+    if "KUBERNETES_SERVICE_HOST" in env:
+        known.append(Grace(_THIRTY, "Kubernetes' default: set REPRIEVE_GRACE if the pod's differs"))
+    if "SLURM_JOB_ID" in env:
+        known.append(Grace(_THIRTY, "Slurm's default KillWait: set REPRIEVE_GRACE if it differs"))
+    return min(known, key=lambda grace: grace.period or timedelta.max, default=Grace(None, "no platform is known"))

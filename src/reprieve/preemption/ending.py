@@ -1,0 +1,68 @@
+"""A stopped process ends with 143, whatever its script does with the exception.
+
+`SystemExit` is not the end: `finally`, `except BaseException`, atexit handlers and threads that are not daemons still
+run, and may hang or exit with 0. So a watchdog ends the process after a while, and the last of the atexit handlers
+ends it with the right code.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+import threading
+
+log = logging.getLogger("reprieve")
+
+PREEMPTED = 143
+"""As a shell says it of a process that SIGTERM ended."""
+
+
+class Preempted(SystemExit):
+    """The run was stopped, and goes on at its next start. Raised at a step boundary, after everything was saved. The
+    process exits with 143; let it pass. One that is caught is raised again at the next boundary."""
+
+    def __init__(self, reason: str = "") -> None:
+        super().__init__(PREEMPTED)
+        self.reason = reason
+
+
+class Ending:
+    """How this process will end."""
+
+    def __init__(self) -> None:
+        self._code: int | None = None
+        self._prepared = False
+
+    def prepare(self) -> None:
+        """Early: what was registered with atexit first runs last."""
+        if not self._prepared:
+            self._prepared = True
+            atexit.register(self._at_exit)
+
+    def within(self, seconds: float, code: int = PREEMPTED, *, why: str = "") -> None:
+        """The process ends with this code: by itself, or when so many seconds have passed."""
+        self._code = code
+        threading.Thread(target=self._after, args=(seconds, code, why), name="reprieve ending", daemon=True).start()
+
+    def _after(self, seconds: float, code: int, why: str) -> None:
+        threading.Event().wait(max(0.0, seconds))
+        log.error("%s ending the process now, with exit code %d", why or f"still running {seconds:g} s later:", code)
+        _end(code)
+
+    def _at_exit(self) -> None:
+        if self._code is not None:
+            _end(self._code)
+
+
+def _end(code: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)
+
+
+ending = Ending()
+"""Of this process."""

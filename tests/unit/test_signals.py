@@ -1,0 +1,256 @@
+"""Signals reach the guard whatever the main thread does, and nobody's handlers are lost. Each test is a process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+_BEFORE = """
+import os, signal, sys, threading, time
+from datetime import timedelta
+from reprieve.preemption.deadline import Grace
+from reprieve.preemption.guard import Guard
+from reprieve.preemption.signals import watch
+
+told = threading.Event()
+guard = Guard(told.set, grace=Grace(timedelta(seconds=30), "test"), notices="off")
+"""
+
+
+def run(script: str, *, code: int = 0, seconds: float = 60) -> str:
+    program = _BEFORE + textwrap.dedent(script)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=seconds)
+    assert done.returncode == code, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def test_a_signal_is_noted_with_its_deadline() -> None:
+    run("""
+        guard.start()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert told.wait(5)
+        assert guard.stop.reason == "SIGTERM" and guard.stop.signal == signal.SIGTERM
+        assert 29 < guard.stop.left() <= 30
+    """)
+
+
+def test_the_main_thread_is_in_c_code() -> None:
+    run("""
+        import torch
+        guard.start()
+        torch.set_num_threads(1)
+        big = torch.rand(2500, 2500)
+        seen = []
+        def send():
+            time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGTERM)
+            told.wait(5)
+            seen.append(time.monotonic())
+        thread = threading.Thread(target=send)
+        thread.start()
+        started = time.monotonic()
+        torch.linalg.svd(big)  # one call; no bytecode of the main thread runs in it
+        ended = time.monotonic()
+        thread.join()
+        assert ended - started > 0.5, "the call was too short to show anything"
+        assert seen[0] < ended - 0.2, (seen[0] - started, ended - started)
+    """)
+
+
+def test_two_signals_are_one_stop_with_the_first_deadline() -> None:
+    run("""
+        calls = []
+        guard = Guard(lambda: calls.append(1), grace=Grace(timedelta(seconds=30), "test"), notices="off")
+        guard.start()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+        first = guard.stop
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+        assert guard.stop is first and calls == [1], calls
+    """)
+
+
+def test_other_signals_by_choice_and_sigint_left_alone() -> None:
+    run("""
+        guard = Guard(told.set, grace=Grace(None, "test"), signals=("USR1", signal.SIGTERM), notices="off")
+        guard.start()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert told.wait(5) and guard.stop.reason == "SIGUSR1" and guard.stop.deadline is None
+    """)
+
+
+def test_closing_puts_everything_back() -> None:
+    run(
+        """
+        mine = lambda number, frame: None
+        signal.signal(signal.SIGTERM, mine)
+        read, write = os.pipe2(os.O_NONBLOCK)
+        signal.set_wakeup_fd(write)
+        guard.start()
+        guard.close()
+        assert signal.getsignal(signal.SIGTERM) is mine
+        assert signal.set_wakeup_fd(-1) == write
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        again = Guard(told.set, grace=Grace(None, ""), notices="off")
+        again.start()
+        again.close()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+        """,
+        code=-15,
+    )
+
+
+def test_a_handler_that_was_there_is_called_once_and_later() -> None:
+    run("""
+        calls = []
+        signal.signal(signal.SIGTERM, lambda number, frame: calls.append(number))
+        guard.start()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert told.wait(5)
+        assert calls == []
+        guard.call_previous_handler()
+        assert calls == [signal.SIGTERM]
+    """)
+
+
+def test_another_wake_up_descriptor_still_gets_its_bytes() -> None:
+    run("""
+        read, write = os.pipe2(os.O_NONBLOCK)
+        signal.set_wakeup_fd(write)
+        guard.start()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert told.wait(5)
+        time.sleep(0.1)
+        assert os.read(read, 10) == bytes([signal.SIGTERM])
+    """)
+
+
+def test_a_descriptor_whose_number_is_used_again_gets_nothing() -> None:
+    run("""
+        read, write = os.pipe2(os.O_NONBLOCK)
+        signal.set_wakeup_fd(write)
+        guard.start()
+        os.close(write)
+        other_read, other_write = os.pipe2(os.O_NONBLOCK)
+        assert other_write == write or other_read == write
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert told.wait(5)
+        time.sleep(0.1)
+        try:
+            got = os.read(other_read, 10)
+        except BlockingIOError:
+            got = b""
+        assert got == b"", got
+    """)
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_asyncio_in_the_main_thread(order: str) -> None:
+    """asyncio takes the wake-up descriptor for its own handlers, and clears it when they go."""
+    run(f"""
+        import asyncio
+        heard = []
+        async def main():
+            loop = asyncio.get_running_loop()
+            if {order!r} == "before":
+                loop.add_signal_handler(signal.SIGUSR1, heard.append, "usr1")
+            guard.start()
+            if {order!r} == "after":
+                loop.add_signal_handler(signal.SIGUSR1, heard.append, "usr1")
+            guard.keep()
+            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), signal.SIGTERM)
+            for _ in range(100):
+                await asyncio.sleep(0.02)
+                if told.is_set() and heard:
+                    break
+            assert told.is_set()
+            assert heard == ["usr1"], heard
+            loop.remove_signal_handler(signal.SIGUSR1)
+        asyncio.run(main())
+        guard.keep()
+    """)
+
+
+def test_asyncio_handles_the_same_signal() -> None:
+    """Both hear it."""
+    run("""
+        import asyncio
+        heard = []
+        async def main():
+            guard.start()
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, heard.append, "term")
+            guard.keep()
+            os.kill(os.getpid(), signal.SIGTERM)
+            for _ in range(100):
+                await asyncio.sleep(0.02)
+                if told.is_set() and heard:
+                    break
+            assert told.is_set() and heard == ["term"], heard
+        asyncio.run(main())
+    """)
+
+
+def test_a_forked_child_can_be_terminated_and_we_do_not_hear_of_it() -> None:
+    run("""
+        import multiprocessing
+        guard.start()
+        for _ in range(3):
+            child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+            child.start()
+            child.terminate()
+            child.join(5)
+            assert child.exitcode == -signal.SIGTERM, child.exitcode
+        time.sleep(0.2)
+        assert not told.is_set() and guard.stop is None
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert told.wait(5)
+    """)
+
+
+def test_a_busy_pool_ends_with_its_process() -> None:
+    run(
+        """
+        import multiprocessing
+        guard.start()
+        pool = multiprocessing.get_context("fork").Pool(2)
+        pool.map_async(time.sleep, [60, 60])
+        time.sleep(0.3)
+        pool.terminate()
+        pool.join()
+        assert guard.stop is None
+        """,
+        seconds=20,
+    )
+
+
+def test_not_on_the_main_thread() -> None:
+    run("""
+        def work():
+            guard.start()
+            assert not guard.hears_signals
+            guard.keep()
+            guard.request("pause button")
+            assert told.wait(5) and guard.stop.reason == "pause button"
+            guard.close()
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert told.is_set()
+    """)
+
+
+def test_kill_wait() -> None:
+    run("""
+        guard = Guard(told.set, grace=Grace(None, ""), kill_wait=timedelta(seconds=0.5), notices="off")
+        guard.start()
+        os.kill(os.getpid(), signal.SIGTERM)
+        started = time.monotonic()
+        assert told.wait(5) and time.monotonic() - started > 0.4
+    """)
