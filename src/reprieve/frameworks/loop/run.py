@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import math
 import os
 import signal
 import weakref
@@ -363,12 +364,13 @@ class Run:
         if self._evaluating is not None:
             number, _, source = self._evaluating
             loop["sources"][number] = source
-        loop["tail"] = self._tail
+        metrics = {name: float(value) for name, value in self._metrics.items()}
+        loop |= {"tail": self._tail, "metrics": metrics}  # with the manifest go those of rank 0 alone
         loop["ddp"] = self._buckets
         self._checkpointer.save(
             self.steps,
             epoch=self._place.epoch,
-            metrics={name: float(value) for name, value in self._metrics.items()},
+            metrics=metrics,
             values={"loop": loop},
             background=background,
             within=within,
@@ -440,8 +442,8 @@ class Run:
             raise StateMismatch(f"{restored.path} is not of step {self.steps}, from which the run was resumed")
         for name, value in metrics.items():
             # What is between `step` and the evaluation runs a second time, and should say the same: `loss.item()`.
-            if isinstance(value, torch.Tensor) and name in restored.metrics:
-                value.data.fill_(restored.metrics[name])
+            if isinstance(value, torch.Tensor):
+                value.data.fill_(restored.values["loop"]["metrics"].get(name, math.nan))
         self._enter()
 
     # Told by others
