@@ -1,7 +1,8 @@
-"""`make demo`: a training run is killed while it saves, its newest checkpoint loses a bit, and it starts again.
+"""`make demo`: two ranks are preempted and go on; then a run is killed while it saves, and its checkpoint loses a bit.
 
-Three processes of `examples.training`: one undisturbed, one that is killed with SIGKILL while it saves, and one that
-goes on after it. What each found, and whether all losses are equal, ends up in a table.
+The first half is `preemption.py`. Then three processes of `examples.training`: one undisturbed, one that is killed with
+SIGKILL while it saves, and one that goes on after it. What each found, and whether all losses are equal, ends up in a
+table.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from examples import preemption
 from reprieve.checkpoint.survey import survey
 
 STEPS, EVERY, KILL_AT = 60, 10, 40
@@ -27,7 +29,8 @@ console = Console()
 def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="reprieve-demo-"))
     try:
-        return demo(folder)
+        preempted = preemption.show(folder / "preemption")
+        return demo(folder) or (0 if preempted else 1)
     finally:
         shutil.rmtree(folder)
 

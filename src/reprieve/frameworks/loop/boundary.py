@@ -12,10 +12,11 @@ import logging
 from collections.abc import Callable
 
 from reprieve.checkpoint.schedule import Schedule
-from reprieve.errors import RanksError
+from reprieve.errors import RankFailed, RanksError, StoreLost
 from reprieve.preemption.guard import Guard
 from reprieve.ranks.common_step import CommonStep
 from reprieve.ranks.group import Ranks
+from reprieve.ranks.liveness import Liveness
 from reprieve.ranks.step_protocol import SAVE, STOP
 
 log = logging.getLogger("reprieve")
@@ -28,9 +29,8 @@ _END = 2**_MINOR_BITS - 1
 class Boundaries:
     """Counts them, and knows what is asked for."""
 
-    def __init__(
-        self, ranks: Ranks, guard: Guard, schedule: Schedule, on_lost: Callable[[RanksError], object] | None = None
-    ) -> None:
+    def __init__(self, ranks: Ranks, guard: Guard, schedule: Schedule, on_lost: Callable[[RanksError], object]) -> None:
+        """`on_lost`: told, on a background thread, that ranks are dead or cannot agree any more."""
         self.stop_asked = False
         """All ranks know, at this same boundary, that the run must stop."""
         self.save_asked = False
@@ -39,10 +39,12 @@ class Boundaries:
         self._schedule = schedule
         self._times_saves = ranks.rank == 0 and schedule.interval is not None
         self._time_asked = False
-        self._lost = False
         self._major = 0
         self._minor = 0
         self._common = CommonStep(ranks, completed=0, on_lost=on_lost)
+        self._dead: RankFailed | None = None
+        self._liveness = Liveness(ranks, ranks.limit, self._died)
+        self._on_lost = on_lost
 
     def ask_to_stop(self) -> None:
         """From any thread."""
@@ -71,10 +73,18 @@ class Boundaries:
         self._common.finish()
 
     def close(self) -> None:
+        self._liveness.close()
         self._common.close()
+
+    def _died(self, error: RankFailed) -> None:
+        log.error("%s. The others end", error)
+        self._dead = error
+        self._on_lost(error)
 
     def _at(self, completed: int) -> None:
         self._guard.keep()
+        if self._dead is not None:
+            raise self._dead
         if self._times_saves and not self._time_asked and self._schedule.time_is_up():
             self._time_asked = True
             self._common.request(SAVE)
@@ -84,9 +94,7 @@ class Boundaries:
                     self.stop_asked = True
                 else:
                     self.save_asked = True
-        except RanksError as error:
+        except StoreLost as error:
             if self._guard.stop is not None:
                 raise
-            if not self._lost:
-                log.error("the ranks could not agree on a save: %s. Training goes on without", error)
-            self._lost = True
+            log.error("the ranks could not agree on a save: %s. Training goes on without", error)

@@ -28,7 +28,7 @@ from reprieve.checkpoint.rng import capture_rng, restore_rng
 from reprieve.checkpoint.schedule import Every
 from reprieve.clock import Clock
 from reprieve.config import parse_duration
-from reprieve.errors import ConfigError, RanksError, StateMismatch
+from reprieve.errors import ConfigError, RankFailed, RanksError, StateMismatch
 from reprieve.frameworks.loop import ddp
 from reprieve.frameworks.loop.boundary import Boundaries
 from reprieve.frameworks.loop.pace import Pace
@@ -44,9 +44,6 @@ from reprieve.storage.disk import Disk
 log = logging.getLogger("reprieve")
 
 T = TypeVar("T")
-
-_DEAD_RANK_WAIT_S = 30.0
-"""How long a process may still run when another rank is known to be dead: it probably waits for it in a collective."""
 
 _open_runs: weakref.WeakValueDictionary[Path, Run] = weakref.WeakValueDictionary()
 
@@ -105,7 +102,7 @@ class Run:
             kill_wait=timedelta(0) if kill_wait == 0 else parse_duration(kill_wait),
             notices=notices,
         )
-        exit_after = parse_duration(exit_wait)
+        self._exit_wait = parse_duration(exit_wait)
         self._boundaries: Boundaries | None = None
         self._closed = False
         self._close_earlier(uri)
@@ -129,7 +126,7 @@ class Run:
                 self._boundaries.ask_to_stop()
             self._pace = Pace()
             self._rollback = Rollback(modules, self._guard.grace.period)
-            self._stopping = Stopping(self._checkpointer, self._ranks, self._guard, exit_after)
+            self._stopping = Stopping(self._checkpointer, self._ranks, self._guard, self._exit_wait)
             self._place = Place()
             self._stopped: Preempted | None = None
             self._finishing = self._completing = False
@@ -453,8 +450,10 @@ class Run:
             self._boundaries.ask_to_stop()
 
     def _lost_a_rank(self, error: RanksError) -> None:
-        if self._guard.stop is not None:
-            ending.within(_DEAD_RANK_WAIT_S, code=1, why=f"{error}. Waited {_DEAD_RANK_WAIT_S:g} s for it to end:")
+        """The main thread probably waits for a dead rank in a collective. While nothing but the store is lost, and
+        nobody wants to stop, training goes on."""
+        if isinstance(error, RankFailed) or self._guard.stop is not None:
+            ending.within(self._exit_wait.total_seconds(), code=1, why=f"{error};")
 
     def _close(self, *, together: bool) -> None:
         if self._closed:

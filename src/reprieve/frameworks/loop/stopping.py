@@ -51,7 +51,7 @@ class Stopping:
             stop = self._agree_on_deadline(stop)
             left = stop.left()
             if left is not None and stop.certain:
-                ending.within(left - _MARGIN_S, why="the grace period is over:")
+                ending.within(left, why="the grace period is over:")
             plan = self._decide(step, last_saved, left)
             self._carry_out(plan, step, save, stop)
         except Exception as error:
@@ -63,14 +63,14 @@ class Stopping:
         return Preempted(stop.reason)
 
     def _agree_on_deadline(self, mine: Stop) -> Stop:
-        """The earliest of all ranks', and the reason of the rank that has it."""
+        """The earliest of all ranks', less the margin, and the reason of the rank that has it."""
 
         def tell() -> dict[str, Any]:
             return {"left": mine.left(), "reason": mine.reason, "certain": mine.certain}
 
         told = self._ranks.agree("stop", tell, limit=_ANSWER)
         first = min(told, key=lambda one: float("inf") if one["left"] is None else one["left"])
-        deadline = None if first["left"] is None else time.monotonic() + first["left"]
+        deadline = None if first["left"] is None else time.monotonic() + first["left"] - _MARGIN_S
         return replace(mine, reason=first["reason"], deadline=deadline, certain=first["certain"])
 
     def _decide(self, step: int, last_saved: int | None, left: float | None) -> Mapping[str, Any]:
@@ -80,6 +80,8 @@ class Stopping:
             running = self._checkpointer.running
             needed = self._checkpointer.seconds_for_save()
             rest = running.seconds_left() if running is not None else 0.0
+            if rest is None:
+                rest = needed  # it has only just begun
             new = step != last_saved
             plan = {"abort": False, "save": new, "needed": needed, "rest": rest}
             if not new or left is None or needed is None:
@@ -134,7 +136,7 @@ class Stopping:
         wait = self._exit_wait.total_seconds()
         left = stop.left()
         if left is not None:
-            wait = max(0.0, min(wait, left - _MARGIN_S))
+            wait = max(0.0, min(wait, left))
         ending.within(wait)
         try:
             self._guard.call_previous_handler()
