@@ -1,15 +1,15 @@
-"""Thin stand-ins for a dataset, in workers or in the main process. All else that is asked of them is the dataset's.
+"""Thin stand-ins for a dataset, in workers or in the main process.
 
-Answering   a map-style dataset that answers blanks (sampling.py)
-Followed    an iterable one; `Items` knows where it is, if the dataset or its iterator has a state_dict
+    Answering   a map-style dataset that answers blanks (sampling.py)
+    Followed    an iterable one; `Items` knows where it is, if the dataset or its iterator has a state_dict
+
+All else that is asked of them is the dataset's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
-
-from typing_extensions import Self
 
 from reprieve.checkpoint.rng import restore_rng
 from reprieve.data.sampling import Blank
@@ -111,7 +111,7 @@ class _Going:
         if rng is not None:
             restore_rng(rng, {})
 
-    def __iter__(self) -> Self:
+    def __iter__(self) -> _Going:
         return self
 
     def __next__(self) -> Any:

@@ -1,8 +1,10 @@
-"""Passes over what is no DataLoader: a list of batches, something with a state of its own, any other iterable.
+"""Passes over what is no DataLoader.
 
-IndexedPass    a sequence: goes on at the index
-StatefulPass   state_dict and load_state_dict: says itself where it is
-SkippingPass   neither: its items are taken again and dropped
+    IndexedPass    a list of batches or another sequence: goes on at the index
+    StatefulPass   something with state_dict and load_state_dict: says itself where it is
+    SkippingPass   any other iterable: its items are taken again and dropped
+
+The second is also for torchdata's StatefulDataLoader, whose workers then do not ignore signals.
 """
 
 from __future__ import annotations
@@ -12,10 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from reprieve.checkpoint.rng import capture_rng
 from reprieve.data.children import end, starting
 from reprieve.data.datasets import is_stateful
 from reprieve.data.passes import Enter, Pass
-from reprieve.data.randomness import Randomness
+from reprieve.data.randomness import Randomness, restore_global
 from reprieve.data.replay import read_again
 
 
@@ -59,6 +62,15 @@ class _IterablePass(Pass):
         with starting((), self._source.children):
             self._batches = iter(self._source.loader)
 
+    def _read_again(self) -> None:
+        read_again(self._batches, self._yielded, type(self._source.loader).__name__)
+
+    def _set_back(self, entry: Mapping[str, Any]) -> None:
+        """The random numbers to where they were before the position was looked for."""
+        restore_global(entry)
+        if self._source.own is not None:
+            self._source.rng.restore_generators(self._source.own)
+
     def close(self) -> None:
         super().close()
         self._batches = iter(())
@@ -80,20 +92,14 @@ class StatefulPass(_IterablePass):
     """Its state at the last mark, if it is further now."""
 
     def _begin(self) -> None:
-        rng = self._source.rng
-        if not self._yielded:
-            self._iterate()
-            return
-        entry = rng.capture()
+        entry = capture_rng({})
         if "loader" in self._saved:
             self._source.loader.load_state_dict(self._saved["loader"])
-            self._iterate()
-        else:
-            self._iterate()
-            read_again(self._batches, self._yielded, type(self._source.loader).__name__)
-        rng.restore(entry)
-        if self._source.own is not None:
-            rng.restore_own(self._source.own)
+        self._iterate()
+        if self._yielded:
+            if "loader" not in self._saved:
+                self._read_again()
+            self._set_back(entry)
 
     def _fetch(self) -> Any:
         if self._yielded == self._marked:
@@ -110,17 +116,14 @@ class SkippingPass(_IterablePass):
     _start: Mapping[str, Any]
 
     def _begin(self) -> None:
-        rng = self._source.rng
-        entry = rng.capture() if self._yielded else None
+        entry = capture_rng({})
         if "start" in self._saved:
-            rng.restore(self._saved["start"])
-        self._start = rng.capture()
+            self._source.rng.restore(self._saved["start"])
+        self._start = self._source.rng.capture()
         self._iterate()
-        if entry is not None:
-            read_again(self._batches, self._yielded, type(self._source.loader).__name__)
-            rng.restore(entry)
-            if self._source.own is not None:
-                rng.restore_own(self._source.own)
+        if self._yielded:
+            self._read_again()
+            self._set_back(entry)
 
     def _state(self) -> dict[str, Any]:
         return {"start": self._start}

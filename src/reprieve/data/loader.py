@@ -21,11 +21,11 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
-from reprieve.checkpoint.rng import RngSnapshot, snapshot_rng
+from reprieve.checkpoint.rng import RngSnapshot, capture_rng, snapshot_rng
 from reprieve.data.children import end, starting
 from reprieve.data.datasets import Answering, Followed, Items, is_stateful
 from reprieve.data.passes import Enter, Pass
-from reprieve.data.randomness import Randomness
+from reprieve.data.randomness import Randomness, restore_global
 from reprieve.data.replay import read_again
 from reprieve.data.sampling import Indices, Plan
 from reprieve.data.workers import Collate, Shipped, Start, Workers
@@ -178,7 +178,7 @@ class LoaderPass(Pass):
         source, saved, count = self._source, self._saved, self._yielded
         if saved.get("ended"):
             return
-        entry = source.rng.capture() if count else None
+        entry = capture_rng({}) if count else None
         if "start" in saved:
             source.forget_workers()
             source.rng.restore(saved["start"])
@@ -200,9 +200,9 @@ class LoaderPass(Pass):
             self._workers_then = self._workers.states()
         self._position(count, states, again=remake)
         if entry is not None:
-            source.rng.restore(entry)
+            restore_global(entry)
             if source.own is not None and not saved.get("loose"):
-                source.rng.restore_own(source.own)
+                source.rng.restore_generators(source.own)
 
     def _position(self, count: int, states: Sequence[Mapping[str, Any]], *, again: bool) -> None:
         """Make torch's iterator and take it to the position. `again`: with workers that an earlier pass had made."""
@@ -223,7 +223,7 @@ class LoaderPass(Pass):
         if count and "ahead" in saved:
             # Its fetch was before the mark, so it is repeated with the random numbers of then.
             if saved["ahead"] is not None:
-                source.rng.restore(saved["ahead"])
+                restore_global(saved["ahead"])
             self._before.append(_Before(count, saved["ahead"], position))
             self._fetched.append(next(self._batches))
 

@@ -9,8 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from typing_extensions import Self
-
 Enter = Callable[[], None]
 """Puts the global random numbers to where the interrupted process had them. Called once, before the first fetch."""
 
@@ -26,7 +24,7 @@ class Pass(ABC):
         self.exhausted = False
         """There was no further batch."""
 
-    def __iter__(self) -> Self:
+    def __iter__(self) -> Pass:
         return self
 
     def __next__(self) -> Any:

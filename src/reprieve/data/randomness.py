@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from reprieve.checkpoint.rng import capture_rng, restore_rng
+from reprieve.data.datasets import is_stateful
 
 _HOLDERS = ("sampler", "batch_sampler", "dataset")
 _GENERATORS = ("generator", "synchronized_generator")
@@ -21,37 +22,37 @@ class Randomness:
         self._loader = loader
 
     def capture(self) -> dict[str, Any]:
-        """The global ones too."""
-        return capture_rng(self._generators())
+        """All that the order of a pass follows from, at its start: the global generators too."""
+        return {**capture_rng({}), **self.capture_own()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        state = dict(state)
-        if len(state.get("cuda", ())) != (torch.cuda.device_count() if "cuda" in state else 0):
-            del state["cuda"]  # of other devices: nothing in a loader's order hangs on them
-        restore_rng(state, self._shared(state))
+        restore_global(state)
+        self.restore_own(state)
 
     def capture_own(self) -> dict[str, Any]:
-        """Only the loader's."""
+        """Only what the loader holds."""
         state = capture_rng(self._generators(), everything=False)
-        if seeds := {name: holder.initial_seed for name, holder in self._seeded()}:
-            state["seeds"] = seeds
+        for part, found in (
+            ("seeds", {name: holder.initial_seed for name, holder in self._seeded()}),
+            ("samplers", {name: holder.state_dict() for name, holder in self._stateful()}),
+        ):
+            if found:
+                state[part] = found
         return state
 
     def restore_own(self, state: Mapping[str, Any]) -> None:
-        restore_rng(state, self._shared(state), everything=False)
+        self.restore_generators(state)
         for name, holder in self._seeded():
             holder.initial_seed = state.get("seeds", {}).get(name, holder.initial_seed)
+        for name, holder in self._stateful():
+            if name in state.get("samplers", {}):
+                holder.load_state_dict(state["samplers"][name])
 
-    def _seeded(self) -> Iterator[tuple[str, Any]]:
-        """Accelerate's sampler takes its seed from torch when it is made: another one in each start of a program that
-        sets none."""
-        for name, holder in _holders(self._loader, "loader", set()):
-            if isinstance(getattr(holder, "initial_seed", None), int):
-                yield name, holder
-
-    def _shared(self, state: Mapping[str, Any]) -> dict[str, torch.Generator]:
+    def restore_generators(self, state: Mapping[str, Any]) -> None:
+        """As `restore_own`, while samplers are being iterated: they are not touched."""
         saved = state.get("generators", {})
-        return {name: generator for name, generator in self._generators().items() if name in saved}
+        found = {name: generator for name, generator in self._generators().items() if name in saved}
+        restore_rng(state, found, everything=False)
 
     def _generators(self) -> dict[str, torch.Generator]:
         found: dict[int, tuple[str, torch.Generator]] = {}
@@ -61,6 +62,28 @@ class Randomness:
                 if isinstance(generator, torch.Generator):
                     found.setdefault(id(generator), (f"{name}.{attribute}", generator))
         return dict(found.values())
+
+    def _seeded(self) -> Iterator[tuple[str, Any]]:
+        """Accelerate's sampler takes its seed from torch when it is made: another one in each start of a program that
+        sets none."""
+        for name, holder in self._samplers():
+            if isinstance(getattr(holder, "initial_seed", None), int):
+                yield name, holder
+
+    def _stateful(self) -> Iterator[tuple[str, Any]]:
+        """Samplers that have more than a generator to remember, say an epoch."""
+        return ((name, holder) for name, holder in self._samplers() if is_stateful(holder))
+
+    def _samplers(self) -> Iterator[tuple[str, Any]]:
+        return (found for found in _holders(self._loader, "loader", set()) if found[0].endswith("sampler"))
+
+
+def restore_global(state: Mapping[str, Any]) -> None:
+    """The global generators of what `capture` or `capture_rng` gave."""
+    if "cuda" in state and len(state["cuda"]) != torch.cuda.device_count():
+        # Of other devices: nothing in a loader's order hangs on them.
+        state = {part: value for part, value in state.items() if part != "cuda"}
+    restore_rng(state, {})
 
 
 def _holders(holder: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Any]]:

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from typing_extensions import Self
-
 
 class Blank:
     """In place of an index: the worker that gets it answers at once, with nothing. So the batch behind it goes to the
@@ -67,7 +65,7 @@ class _Walk:
         self._inner = iter(indices.inner)
         self._blanks = 0
 
-    def __iter__(self) -> Self:
+    def __iter__(self) -> _Walk:
         return self
 
     def __next__(self) -> Any:

@@ -7,8 +7,9 @@
         one.mark()                            what was yielded is consumed
         save(one.state(), source.state())     both at the same moment
 
-Batches and random numbers are those of the bare loader, bit for bit, resumed or not. The position is sought, not
-replayed, wherever the loader allows it; docs/data.md says where.
+Batches and random numbers are those of the bare loader, bit for bit, resumed or not, and the position is sought, not
+replayed. Not exact can be: a sampler, or without workers an iterable dataset without state_dict, that draws from the
+global generators all along; `in_order=False`; with persistent workers, a pass after one that was left before its end.
 """
 
 from __future__ import annotations

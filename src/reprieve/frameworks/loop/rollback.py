@@ -35,6 +35,10 @@ class Rollback:
         buffers = [(buffer, buffer.clone()) for module in self._modules.values() for buffer in module.buffers()]
         self._copy = capture_rng({}), buffers
 
+    def forget(self) -> None:
+        """There is no way back until the next step has ended."""
+        self._copy = None
+
     @property
     def possible(self) -> bool:
         return self._copy is not None

@@ -233,6 +233,8 @@ class Run:
         finally:
             one.going.close()
             one.going = None
+            if self._pending:
+                self._rollback.forget()  # a step that began before the end of a pass: there is no way back into that
 
     def step(self, **metrics: Any) -> None:
         """One optimizer step is completed. Numbers given here (`loss=loss`) are kept with the next checkpoint."""

@@ -1,0 +1,65 @@
+"""The example scripts, run as a reader would run them, stopped and started again."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def start(script: str, folder: Path) -> subprocess.Popen[str]:
+    folder.mkdir(exist_ok=True)
+    return subprocess.Popen(
+        [sys.executable, str(EXAMPLES / script)], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def printed(output: str) -> list[str]:
+    return re.findall(r"^epoch .*$", output, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("plain", "safe"), [("plain_pytorch.py", "plain_pytorch_safe.py"), (None, "accelerate_safe.py")]
+)
+def test_an_example_stopped_and_started_again(plain: str | None, safe: str, tmp_path: Path) -> None:
+    undisturbed = start(plain or safe, tmp_path / "undisturbed")
+    expected = printed(undisturbed.communicate(timeout=200)[0])
+    assert undisturbed.returncode == 0
+    assert len(expected) > 50
+    seen: list[str] = []
+    for stop_after in (len(expected) // 4, len(expected) // 3):
+        process = start(safe, tmp_path / "stopped")
+        assert process.stdout is not None
+        for _ in range(stop_after):
+            seen.append(process.stdout.readline().rstrip())
+        process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        rest = process.communicate(timeout=100)[0]
+        assert process.returncode == 143, rest
+        assert time.monotonic() - began < 60
+        assert "saved step" in rest
+        seen += printed(rest)
+    process = start(safe, tmp_path / "stopped")
+    seen += printed(process.communicate(timeout=200)[0])
+    assert process.returncode == 0
+    assert [line for line in seen if line.startswith("epoch")] == expected
+    again = start(safe, tmp_path / "stopped")
+    assert "already finished" in again.communicate(timeout=200)[0]
+    assert again.returncode == 0
+
+
+def test_six_lines_make_the_difference() -> None:
+    plain, safe = ((EXAMPLES / name).read_text() for name in ("plain_pytorch.py", "plain_pytorch_safe.py"))
+    code = [text.split('"""', 2)[2].splitlines() for text in (plain, safe)]
+    changed = [line for line in difflib.ndiff(*code) if line.startswith("+ ") and line.strip() != "+"]
+    assert len(changed) <= 6, changed
