@@ -1,8 +1,9 @@
 """`python -m benchmarks`: ours, the peers and the disk on this machine. The table on stdout, talk on stderr.
 
-python -m benchmarks                              everything, 2 GB, 5 rounds: about 20 minutes
+python -m benchmarks                              everything, 2 GB, 5 rounds: about 25 minutes
 python -m benchmarks --only save,peers.dcp_2      these (and the limit they are held against); other keys stay
 python -m benchmarks --only ranks,dcp,step        several ranks; DCP with our storage; the common step
+python -m benchmarks --only stop                  SIGTERM, and what a step costs: about 4 minutes
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks import common_step, dcp, disk, engine, peers, ranks, results
+from benchmarks import common_step, dcp, disk, engine, peers, ranks, results, stop
 from benchmarks.measure import Job, can_drop_caches, measure
 from benchmarks.memory import OURS, extra_mib
 from benchmarks.state import TrainingState, shape_of
@@ -108,7 +109,13 @@ def _step(_folder: Path, _options: argparse.Namespace) -> dict[str, float]:
     return {"step.ranks_overhead_us": round(cost.boundary_us, 3), "step.ranks_collectives": cost.collectives}
 
 
-PARTS = {"ranks": _ranks, "dcp": _dcp, "step": _step}
+def _stop(folder: Path, options: argparse.Namespace) -> dict[str, float]:
+    found = stop.figures(folder, options.rounds, options.size)
+    stop.show(found)
+    return found
+
+
+PARTS = {"ranks": _ranks, "dcp": _dcp, "step": _step, "stop": _stop}
 """What is measured in processes of its own."""
 
 

@@ -21,7 +21,7 @@ def machine(folder: Path) -> dict[str, str | int | float]:
 
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
-    for package in ("reprieve", "torch", "safetensors", "xxhash", "isal", "numpy"):
+    for package in ("reprieve", "torch", "safetensors", "xxhash", "isal", "numpy", "transformers"):
         with suppress(PackageNotFoundError):
             found[package] = version(package)
     return found
