@@ -62,7 +62,7 @@ class Schedule:
 
     def due_at(self, step: int, *, epoch_ended: bool = False) -> bool:
         """By steps and epochs alone: what every rank of a job answers alike."""
-        if step == self._saved_step:
+        if step == self._saved_step or (self.steps is None and not self.epoch):
             return False
         return (self.epoch and epoch_ended) or (self.steps is not None and step > 0 and step % self.steps == 0)
 

@@ -245,7 +245,7 @@ class LoaderPass(Pass):
         if not source.count:
             return item
         self._note(item)
-        return item.batch
+        return item[0]
 
     def _note(self, shipped: Shipped | None) -> None:
         if self._source.ahead:

@@ -81,12 +81,16 @@ class Place:
         if number < len(self._resumed_sources):
             self.sources[number].restore(self._resumed_sources[number])
 
-    def step_ended(self) -> None:
+    def step_ended(self) -> bool:
+        """Is a pass going on?"""
         self.steps += 1
+        going = False
         for one in self.passes:
             if one.going is not None:
                 one.going.mark()
                 one.marked = one.batch
+                going = True
+        return going
 
     def next_epoch(self) -> None:
         self.epoch += 1

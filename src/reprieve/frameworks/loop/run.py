@@ -118,7 +118,8 @@ class Run:
             self._generators = {name: one for name, one in state.items() if isinstance(one, torch.Generator)}
             self._watched = ddp.watch(modules)
             self._buckets: dict[str, list[str]] = {}
-            self._first: int | None = 0
+            self._first = True
+            """The order of DDP's buckets is not known before the first step."""
             self._boundaries = Boundaries(
                 self._ranks.scoped("loop"), self._guard, self._checkpointer.schedule, self._lost_a_rank
             )
@@ -242,23 +243,27 @@ class Run:
             self._restore_lent(metrics)
             return
         self._pending = 0
-        if self._place.steps == self._first:
+        if self._first:
+            self._first = False
             self._buckets = {name: buckets.known() for name, buckets in self._watched.items()}
-        self._place.step_ended()
+        going = self._place.step_ended()
         self._pace.step_ended()
         self._rollback.step_ended(self._pace.typical_s)
         if metrics:
             self.log(**metrics)
         self._checkpointer_due()
-        if not self._place.passes or not self._place.going:
+        if not going:
             self._at_boundary()
 
     def log(self, **metrics: Any) -> None:
         """Numbers to keep with the next checkpoint: `run.log(eval_loss=…)`. They are read when it is saved."""
         for name, value in metrics.items():
-            if not isinstance(value, int | float | torch.Tensor) or (isinstance(value, torch.Tensor) and value.ndim):
+            if isinstance(value, torch.Tensor) and value.ndim == 0:
+                self._metrics[name] = value.detach()
+            elif isinstance(value, (int, float)):
+                self._metrics[name] = value
+            else:
                 raise ConfigError(f"{name} is {type(value).__name__} and not one number")
-            self._metrics[name] = value.detach() if isinstance(value, torch.Tensor) else value
 
     def evaluation(self, loader: Iterable[T]) -> Iterator[T]:
         """All batches of the loader. A stop in here is served here, and the whole evaluation runs after the resume."""
@@ -394,7 +399,7 @@ class Run:
         self._place.finished = restored.finished
         self._tail = loop["tail"]
         self._last_saved = restored.step
-        self._first = self.steps
+        self._first = False
         self._buckets = loop["ddp"]
         for name, watched in self._watched.items():
             watched.take(self._buckets.get(name, ()))
