@@ -12,9 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .loop_jobs import Job, train
-
 from reprieve.testing import start_ranks
+
+from .loop_jobs import Job, train
 
 HERE = Path(__file__).parent
 LIMIT_S = 150

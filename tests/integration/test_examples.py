@@ -40,8 +40,7 @@ def test_an_example_stopped_and_started_again(plain: str | None, safe: str, tmp_
     for stop_after in (len(expected) // 4, len(expected) // 3):
         process = start(safe, tmp_path / "stopped")
         assert process.stdout is not None
-        for _ in range(stop_after):
-            seen.append(process.stdout.readline().rstrip())
+        seen += [process.stdout.readline().rstrip() for _ in range(stop_after)]
         process.send_signal(signal.SIGTERM)
         began = time.monotonic()
         rest = process.communicate(timeout=100)[0]

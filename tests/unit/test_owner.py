@@ -355,3 +355,39 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
         one.release()
     finally:
         os.kill(child, signal.SIGKILL)
+
+
+def test_a_child_that_is_forked_during_a_commit_does_not_keep_its_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DataLoader workers are forked while a periodic save commits on another thread."""
+    monkeypatch.setattr(owner, "_COMMIT_WAIT", timedelta(seconds=1))
+    stop, errors, children = threading.Event(), [], []
+
+    def commit() -> None:
+        try:
+            while not stop.is_set():
+                with owner._commit_lock(tmp_path):
+                    pass
+        except Exception as error:  # noqa: BLE001 - for the assertion
+            errors.append(error)
+
+    threads = [threading.Thread(target=commit) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(60):
+            if (pid := os.fork()) == 0:
+                time.sleep(10)
+                os._exit(0)
+            children.append(pid)
+            time.sleep(0.005)
+        time.sleep(1.2)
+    finally:
+        stop.set()
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        for thread in threads:
+            thread.join()
+    assert errors == []

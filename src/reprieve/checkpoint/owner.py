@@ -257,38 +257,52 @@ _without_locks: set[Path] = set()
 """Folders on file systems that refuse locks."""
 
 
+_no_fork = threading.Lock()
+"""Held while `_locks` is not what is open."""
+
+
 def _forget_in_child() -> None:
     for fd in _locks:
         with contextlib.suppress(OSError):
             os.close(fd)
     _locks.clear()
+    _no_fork.release()
 
 
 def _try_lock(path: Path) -> int | None:
     """The lock, or None if somebody has it."""
     _close_locks_in_children()
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    with _no_fork:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        _locks.add(fd)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        os.close(fd)
+        _close(fd)
         return None
     except OSError as error:  # Lustre without -o flock, NFS without a lock daemon
         if path.parent not in _without_locks:
             log.warning("%s takes no locks (%s): heartbeats alone tell who owns it", path.parent, error.strerror)
         _without_locks.add(path.parent)
-    _locks.add(fd)
     return fd
 
 
 def _unlock(fd: int) -> None:
-    _locks.discard(fd)
-    os.close(fd)
+    with contextlib.suppress(OSError):  # no locks there
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    _close(fd)
+
+
+def _close(fd: int) -> None:
+    with _no_fork:
+        _locks.discard(fd)
+        os.close(fd)
 
 
 @functools.cache
 def _close_locks_in_children() -> None:
-    os.register_at_fork(after_in_child=_forget_in_child)
+    # DataLoader workers are forked while another thread commits: a worker that inherits a lock holds it.
+    os.register_at_fork(before=_no_fork.acquire, after_in_parent=_no_fork.release, after_in_child=_forget_in_child)
 
 
 @contextlib.contextmanager

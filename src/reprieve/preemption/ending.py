@@ -20,6 +20,9 @@ PREEMPTED = 143
 """As a shell says it of a process that SIGTERM ended."""
 
 
+_FLUSH_S = 0.2
+
+
 class Preempted(SystemExit):
     """The run was stopped, and goes on at its next start. Raised at a step boundary, after everything was saved. The
     process exits with 143; let it pass. One that is caught is raised again at the next boundary."""
@@ -42,9 +45,11 @@ class Ending:
             self._prepared = True
             atexit.register(self._at_exit)
 
-    def within(self, seconds: float, code: int = PREEMPTED, *, why: str = "") -> None:
-        """The process ends with this code: by itself, or when so many seconds have passed."""
-        self._code = code
+    def within(self, seconds: float, code: int = PREEMPTED, *, why: str = "", decided: bool = True) -> None:
+        """The process ends with this code: by itself, or when so many seconds have passed. Not `decided`: if it ends by
+        itself, then as it likes."""
+        if decided:
+            self._code = code
         threading.Thread(target=self._after, args=(seconds, code, why), name="reprieve ending", daemon=True).start()
 
     def _after(self, seconds: float, code: int, why: str) -> None:
@@ -58,10 +63,21 @@ class Ending:
 
 
 def _end(code: int) -> None:
+    # On a thread, if there can still be one: whoever hangs may hang in a stream, and hold its lock.
+    flushing = threading.Thread(target=_flush, daemon=True)
+    try:
+        flushing.start()
+    except RuntimeError:  # the interpreter is ending
+        _flush()
+    else:
+        flushing.join(_FLUSH_S)
+    os._exit(code)
+
+
+def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    os._exit(code)
 
 
 ending = Ending()

@@ -37,6 +37,7 @@ class SignalWatch:
         """The wake-up descriptor that somebody else set, and what it was: numbers are used again."""
         self._prepared_for_fork = False
         self._forking = threading.local()
+        self._handler = self._handle  # one object, to be compared with
 
     def listen(self, numbers: Iterable[int], listener: Listener) -> bool:
         """From now on `listener` hears of these signals. False where that cannot be: only the main thread of a process
@@ -48,7 +49,7 @@ class SignalWatch:
         for number in numbers:
             self._listeners.setdefault(number, []).append(listener)
             if number not in self._previous:
-                self._previous[number] = signal.signal(number, self._handle)
+                self._previous[number] = signal.signal(number, self._handler)
         return True
 
     def forget(self, listener: Listener) -> None:
@@ -62,7 +63,7 @@ class SignalWatch:
             if not listeners:
                 del self._listeners[number]
                 previous = self._previous.pop(number)
-                if signal.getsignal(number) == self._handle:
+                if signal.getsignal(number) is self._handler:
                     # None: set by C code. It cannot be put back from here.
                     signal.signal(number, previous if previous is not None else signal.SIG_DFL)
         if not self._listeners and self._write >= 0:
@@ -73,6 +74,10 @@ class SignalWatch:
         fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         if fd != self._write:
             self._others = _identity(fd)
+
+    def has(self, numbers: Iterable[int]) -> bool:
+        """Are the handlers of these signals ours?"""
+        return all(signal.getsignal(number) is self._handler for number in numbers)
 
     def previous_handler(self, number: int) -> Callable[[int, FrameType | None], Any] | None:
         """What Python code had installed before us."""
@@ -132,7 +137,7 @@ class SignalWatch:
         if self._write >= 0:
             signal.set_wakeup_fd(-1)
             for number in self._listeners:
-                if signal.getsignal(number) == self._handle:
+                if signal.getsignal(number) is self._handler:
                     signal.signal(number, signal.SIG_DFL)
             # The read end stays open, unused: only the thread knew its number, and is not here.
             os.close(self._write)

@@ -22,7 +22,7 @@ from reprieve.ranks.step_protocol import SAVE, STOP
 log = logging.getLogger("reprieve")
 
 _KEEP = 16
-"""So many boundaries pass between two looks at the wake-up descriptor, which are system calls."""
+"""So many boundaries pass between two thorough looks at the wake-up descriptor, which are system calls."""
 _MINOR_BITS = 24
 _END = 2**_MINOR_BITS - 1
 """The end of an evaluation, on every rank."""
@@ -84,8 +84,7 @@ class Boundaries:
         self._on_lost(error)
 
     def _at(self, completed: int) -> None:
-        if not self._major % _KEEP:
-            self._guard.keep()
+        self._guard.keep(thoroughly=not self._major % _KEEP)
         if self._dead is not None:
             raise self._dead
         if self._times_saves and not self._time_asked and self._schedule.time_is_up():

@@ -34,7 +34,7 @@ from reprieve.frameworks.loop.boundary import Boundaries
 from reprieve.frameworks.loop.pace import Pace
 from reprieve.frameworks.loop.place import OnePass, Place, Standing
 from reprieve.frameworks.loop.rollback import Rollback
-from reprieve.frameworks.loop.stopping import Stopping
+from reprieve.frameworks.loop.stopping import MARGIN_S, Stopping
 from reprieve.preemption.deadline import grace_period
 from reprieve.preemption.ending import Preempted, ending
 from reprieve.preemption.guard import Guard
@@ -453,6 +453,10 @@ class Run:
     # Told by others
 
     def _told_to_stop(self) -> None:
+        stop = self._guard.stop
+        if stop is not None and stop.certain and (left := stop.left()) is not None:
+            # For the case that no boundary comes before that.
+            ending.within(left - MARGIN_S, why="the grace period is over:", decided=False)
         if self._boundaries is not None:
             self._boundaries.ask_to_stop()
 

@@ -17,14 +17,14 @@ from typing import Any
 
 from reprieve.checkpoint.checkpointer import Checkpointer
 from reprieve.config import format_size
-from reprieve.errors import RanksError
+from reprieve.errors import RanksError, ReprieveError
 from reprieve.preemption.ending import Preempted, ending
 from reprieve.preemption.guard import Guard, Stop
 from reprieve.ranks.group import Ranks
 
 log = logging.getLogger("reprieve")
 
-_MARGIN_S = 0.5
+MARGIN_S = 0.5
 """How long before the deadline we end by ourselves, so that 143 is our exit code and not a SIGKILL's."""
 _ANSWER = timedelta(seconds=15)
 """How long a rank that stands at the same boundary may take to say so."""
@@ -70,7 +70,7 @@ class Stopping:
 
         told = self._ranks.agree("stop", tell, limit=_ANSWER)
         first = min(told, key=lambda one: float("inf") if one["left"] is None else one["left"])
-        deadline = None if first["left"] is None else time.monotonic() + first["left"] - _MARGIN_S
+        deadline = None if first["left"] is None else time.monotonic() + first["left"] - MARGIN_S
         return replace(mine, reason=first["reason"], deadline=deadline, certain=first["certain"])
 
     def _decide(self, step: int, last_saved: int | None, left: float | None) -> Mapping[str, Any]:
@@ -132,7 +132,10 @@ class Stopping:
             self._ranks.agree("leave", limit=limit)
         except RanksError as error:
             log.warning("not all ranks came to the end: %s", error)
-        self._checkpointer.leave()
+        try:
+            self._checkpointer.leave()
+        except ReprieveError as error:
+            log.warning("the next start may have to wait a little: %s", error)
         wait = self._exit_wait.total_seconds()
         left = stop.left()
         if left is not None:
