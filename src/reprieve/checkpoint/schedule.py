@@ -56,13 +56,18 @@ class Schedule:
                     ) from None
         return schedule
 
+    @property
+    def by_count(self) -> bool:
+        """Can a count of steps or epochs make a save due?"""
+        return self.steps is not None or self.epoch
+
     def due(self, step: int, *, epoch_ended: bool = False) -> bool:
         """Is a save due after this step? Never twice for the same step."""
         return self.due_at(step, epoch_ended=epoch_ended) or (step != self._saved_step and self.time_is_up())
 
     def due_at(self, step: int, *, epoch_ended: bool = False) -> bool:
         """By steps and epochs alone: what every rank of a job answers alike."""
-        if step == self._saved_step or (self.steps is None and not self.epoch):
+        if step == self._saved_step:
             return False
         return (self.epoch and epoch_ended) or (self.steps is not None and step > 0 and step % self.steps == 0)
 

@@ -164,8 +164,9 @@ class LoaderPass(Pass):
         self._before: deque[_Before] = deque(maxlen=_KEPT)
 
     def mark(self) -> None:
-        self._marked = max(self._yielded - self._ahead, self._marked)
-        self._workers.mark()
+        self._marked = max(self._yielded - self._ahead, self._marked) if self._source.ahead else self._yielded
+        if self._workers.since:
+            self._workers.mark()
         while self._before and self._before[0].number < self._marked:
             self._before.popleft()
 
@@ -244,7 +245,8 @@ class LoaderPass(Pass):
                 raise
         if not source.count:
             return item
-        self._note(item)
+        if source.ahead or item[2] is not None or item[3] is not None:
+            self._note(item)
         return item[0]
 
     def _note(self, shipped: Shipped | None) -> None:

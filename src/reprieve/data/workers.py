@@ -87,7 +87,8 @@ class Workers:
         self._marked: dict[tuple[int, str], Any] = {
             (worker, part): value for worker, state in enumerate(states) for part, value in state.items()
         }
-        self._since: dict[tuple[int, str], Any] = {}
+        self.since: dict[tuple[int, str], Any] = {}
+        """What was seen after the mark."""
         self._last: int | None = None
         self.last: int | None = None
         """The worker whose batch was the last before the mark, if its dataset says where it is."""
@@ -95,15 +96,15 @@ class Workers:
     def saw(self, shipped: Shipped) -> None:
         _, worker, rng, data = shipped
         if rng is not None:
-            self._since[worker, "rng"] = rng
+            self.since[worker, "rng"] = rng
         if data is not None:
-            self._since[worker, "data"] = data
+            self.since[worker, "data"] = data
             self._last = worker
 
     def mark(self) -> None:
-        if self._since:
-            self._marked.update(self._since)
-            self._since.clear()
+        if self.since:
+            self._marked.update(self.since)
+            self.since.clear()
             self.last = self._last
 
     def new_pass(self) -> None:

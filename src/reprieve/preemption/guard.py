@@ -77,10 +77,14 @@ class Guard:
         for watcher in self._watchers:
             watcher.start()
 
-    def keep(self, *, thoroughly: bool = True) -> None:
-        """On the training thread, at every boundary: see `SignalWatch.keep`. Not thoroughly: only if somebody else has
-        taken one of our signals. Where but the descriptor is gone, our handler still runs, if later."""
-        if self.hears_signals and (thoroughly or not watch.has(self.signals)):
+    def has_signals(self) -> bool:
+        """On the training thread, at every boundary: has nobody else taken one of our signals? Where only the wake-up
+        descriptor was taken, our handler still runs, if later."""
+        return not self.hears_signals or watch.has(self.signals)
+
+    def keep(self) -> None:
+        """On the training thread, now and then: see `SignalWatch.keep`."""
+        if self.hears_signals:
             watch.keep()
 
     def request(self, reason: str, *, deadline: float | None = None, number: int | None = None) -> None:

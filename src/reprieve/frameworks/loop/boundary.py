@@ -33,10 +33,12 @@ class Boundaries:
 
     def __init__(self, ranks: Ranks, guard: Guard, schedule: Schedule, on_lost: Callable[[RanksError], object]) -> None:
         """`on_lost`: told, on a background thread, that ranks are dead or cannot agree any more."""
+        self.asked = False
+        """One of these two."""
         self.stop_asked = False
         """All ranks know, at this same boundary, that the run must stop."""
         self.save_asked = False
-        """The same of a periodic save. Whoever saves sets it back."""
+        """The same of a periodic save."""
         self._guard = guard
         self._schedule = schedule
         self._times_saves = ranks.rank == 0 and schedule.interval is not None
@@ -51,6 +53,10 @@ class Boundaries:
     def ask_to_stop(self) -> None:
         """From any thread."""
         self._common.request(STOP)
+
+    def save_is_due(self) -> None:
+        """By the count of steps or epochs, so on every rank."""
+        self.asked = self.save_asked = True
 
     def step(self) -> None:
         """The training thread, between two batches, evaluations or epochs."""
@@ -69,6 +75,7 @@ class Boundaries:
 
     def saved(self) -> None:
         self.save_asked = self._time_asked = False
+        self.asked = self.stop_asked
 
     def finish(self) -> None:
         """No more boundaries here."""
@@ -84,7 +91,9 @@ class Boundaries:
         self._on_lost(error)
 
     def _at(self, completed: int) -> None:
-        self._guard.keep(thoroughly=not self._major % _KEEP)
+        # At every step of a run, and most of it cold in the cache: each call that is not made is a microsecond.
+        if not self._major % _KEEP or not self._guard.has_signals():
+            self._guard.keep()
         if self._dead is not None:
             raise self._dead
         if self._times_saves and not self._time_asked and self._schedule.time_is_up():
@@ -92,6 +101,7 @@ class Boundaries:
             self._common.request(SAVE)
         try:
             while (request := self._common.boundary(completed)) is not None:
+                self.asked = True
                 if request.kind == STOP:
                     self.stop_asked = True
                 else:

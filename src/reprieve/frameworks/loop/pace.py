@@ -13,12 +13,14 @@ class Pace:
         """A moving average: recent steps count more."""
         self._began: float | None = None
 
-    def step_ended(self) -> None:
+    def step_ended(self) -> float:
+        """How long a step takes."""
         now = time.monotonic()
         if self._began is not None:
             took = now - self._began
             self.typical_s = took if not self.typical_s else 0.8 * self.typical_s + 0.2 * took
         self._began = now
+        return self.typical_s
 
     def interrupted(self) -> None:
         """What comes now (an evaluation, a save) is not part of a step."""

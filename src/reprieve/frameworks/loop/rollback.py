@@ -7,6 +7,7 @@ period: they take some 75 µs, and where steps are short nobody needs them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -25,13 +26,12 @@ class Rollback:
 
     def __init__(self, modules: Mapping[str, nn.Module], grace: timedelta | None) -> None:
         self._modules = modules
-        self._long_s = grace.total_seconds() * _LONG if grace is not None else None
+        self.long_s = grace.total_seconds() * _LONG if grace is not None else math.inf
+        """From how many seconds on a step is long."""
         self._copy: tuple[dict[str, Any], list[tuple[Tensor, Tensor]]] | None = None
 
-    def step_ended(self, typical_s: float) -> None:
-        if self._long_s is None or typical_s < self._long_s:
-            self._copy = None
-            return
+    def step_ended(self) -> None:
+        """A step has ended, and the next is likely to be long."""
         buffers = [(buffer, buffer.clone()) for module in self._modules.values() for buffer in module.buffers()]
         self._copy = capture_rng({}), buffers
 

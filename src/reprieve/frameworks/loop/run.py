@@ -125,6 +125,7 @@ class Run:
             )
             if self._guard.stop is not None:
                 self._boundaries.ask_to_stop()
+            self._by_count = self._checkpointer.schedule.by_count
             self._pace = Pace()
             self._rollback = Rollback(modules, self._guard.grace.period)
             self._stopping = Stopping(self._checkpointer, self._ranks, self._guard, self._exit_wait)
@@ -218,21 +219,21 @@ class Run:
             if self._tail:
                 yield from self._lend(one, position)
         source = self._place.sources[number]
-        one.going = source.start(position, enter=self._enter)
+        one.going = going = source.start(position, enter=self._enter)
         try:
-            while not self._done(None):
+            while self._steps_limit is None or not self._done(None):
                 self._at_boundary()
                 try:
-                    batch = next(one.going)
+                    batch = next(going)
                 except StopIteration:
                     break
                 one.batch += 1
                 self._pending += 1
                 yield batch
             else:
-                one.left = one.going.state()  # by the limit of steps: there is more
+                one.left = going.state()  # by the limit of steps: there is more
         finally:
-            one.going.close()
+            going.close()
             one.going = None
             if self._pending:
                 self._rollback.forget()  # a step that began before the end of a pass: there is no way back into that
@@ -247,11 +248,14 @@ class Run:
             self._first = False
             self._buckets = {name: buckets.known() for name, buckets in self._watched.items()}
         going = self._place.step_ended()
-        self._pace.step_ended()
-        self._rollback.step_ended(self._pace.typical_s)
+        if self._pace.step_ended() >= self._rollback.long_s:
+            self._rollback.step_ended()
+        elif self._rollback.possible:
+            self._rollback.forget()
         if metrics:
             self.log(**metrics)
-        self._checkpointer_due()
+        if self._by_count:
+            self._checkpointer_due()
         if not going:
             self._at_boundary()
 
@@ -317,9 +321,11 @@ class Run:
             raise self._stopped  # somebody has caught it
         assert self._boundaries is not None
         (come or self._boundaries.step)()
+        if not self._boundaries.asked:
+            return
         if self._boundaries.stop_asked:
             self._stop_here(tail)
-        elif self._boundaries.save_asked and not self._pending and self._evaluating is None and not tail:
+        elif not self._pending and self._evaluating is None and not tail:
             self._save(background=True)
 
     def _stop_here(self, tail: bool) -> None:
@@ -355,7 +361,7 @@ class Run:
     def _checkpointer_due(self, *, epoch_ended: bool = False) -> None:
         assert self._boundaries is not None
         if self._checkpointer.schedule.due_at(self.steps, epoch_ended=epoch_ended):
-            self._boundaries.save_asked = True
+            self._boundaries.save_is_due()
 
     def _done(self, count: int | None) -> bool:
         enough = self._steps_limit is not None and self._place.steps >= self._steps_limit
