@@ -40,6 +40,7 @@ from reprieve.preemption.ending import Preempted, ending
 from reprieve.preemption.guard import Guard
 from reprieve.ranks.group import LIMIT, Ranks
 from reprieve.storage.disk import Disk
+from reprieve.storage.uri import local_path
 
 log = logging.getLogger("reprieve")
 
@@ -488,7 +489,7 @@ class Run:
     def _close_earlier(self, uri: str | os.PathLike[str]) -> None:
         """In a notebook the same cell may run twice."""
         for root, earlier in list(_open_runs.items()):
-            if root == Path(uri).absolute() and not earlier._closed:
+            if root == local_path(uri) and not earlier._closed:
                 log.info("the run that this process has in %s is closed: a new one begins", root)
                 earlier.close()
 

@@ -1,0 +1,52 @@
+"""How long a process has after it was told to stop, and who says so."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from reprieve.errors import ConfigError
+from reprieve.preemption.deadline import Grace, grace_period
+from reprieve.preemption.guard import signal_number
+
+
+@pytest.mark.parametrize(
+    ("given", "env", "seconds", "certain"),
+    [
+        ("2m", {"REPRIEVE_GRACE": "10"}, 120, True),
+        (None, {"REPRIEVE_GRACE": "10", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}, 10, True),
+        (None, {"REPRIEVE_GRACE": "1m30s"}, 90, True),
+        (None, {"REPRIEVE_GRACE": "2.5"}, 2.5, True),
+        (None, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, 30, False),
+        (None, {"SLURM_JOB_ID": "7"}, 30, False),
+        (None, {"TORCHELASTIC_RUN_ID": "x"}, 30, False),
+        (None, {"TORCHELASTIC_RUN_ID": "x", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}, 300, False),
+        (None, {"TORCHELASTIC_RUN_ID": "x", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300", "SLURM_JOB_ID": "7"}, 30, False),
+        (None, {}, None, False),
+    ],
+)
+def test_who_says_how_long(given: str | None, env: dict[str, str], seconds: float | None, certain: bool) -> None:
+    grace = grace_period(given, env)
+    assert grace.period == (None if seconds is None else timedelta(seconds=seconds))
+    assert grace.certain is certain
+
+
+@pytest.mark.parametrize("text", ["soon", "-3", "0"])
+def test_nonsense_is_refused_by_name(text: str) -> None:
+    with pytest.raises(ConfigError, match="REPRIEVE_GRACE"):
+        grace_period(None, {"REPRIEVE_GRACE": text})
+
+
+def test_it_reads_as_a_sentence() -> None:
+    assert str(Grace(timedelta(seconds=30), "as given")) == "30 s (as given)"
+    assert str(grace_period(None, {})) == "no limit (no platform is known)"
+
+
+def test_signals_by_name_and_number() -> None:
+    assert signal_number("SIGUSR1") == signal_number("USR1") == signal_number(10) == 10
+    for bad in ("SIGNOTHING", 0, 999):
+        with pytest.raises(ConfigError, match="is not a signal"):
+            signal_number(bad)
+    with pytest.raises(ConfigError, match="cannot be handled"):
+        signal_number("SIGKILL")
