@@ -16,11 +16,12 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def start(script: str, folder: Path) -> subprocess.Popen[str]:
+def start(script: str, folder: Path, ranks: int = 1) -> subprocess.Popen[str]:
     folder.mkdir(exist_ok=True)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     return subprocess.Popen(
-        [sys.executable, str(EXAMPLES / script)], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        [sys.executable, *torchrun, str(EXAMPLES / script)], cwd=folder, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
 
@@ -55,6 +56,24 @@ def test_an_example_stopped_and_started_again(plain: str | None, safe: str, tmp_
     again = start(safe, tmp_path / "stopped")
     assert "already finished" in again.communicate(timeout=200)[0]
     assert again.returncode == 0
+
+
+def test_accelerate_on_two_ranks(tmp_path: Path) -> None:
+    undisturbed = start("accelerate_safe.py", tmp_path / "undisturbed", ranks=2)
+    expected = printed(undisturbed.communicate(timeout=200)[0])
+    assert len(expected) == 48
+    process = start("accelerate_safe.py", tmp_path / "stopped", ranks=2)
+    assert process.stdout is not None
+    first = ""
+    while first.count("epoch") < 20:
+        first += process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    first += process.communicate(timeout=100)[0]
+    assert first.count("saved step") == 2, first  # once for each rank
+    process = start("accelerate_safe.py", tmp_path / "stopped", ranks=2)
+    second = process.communicate(timeout=200)[0]
+    assert process.returncode == 0
+    assert printed(first) + printed(second) == expected
 
 
 def test_six_lines_make_the_difference() -> None:

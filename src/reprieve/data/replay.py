@@ -11,20 +11,21 @@ from typing import Any
 log = logging.getLogger("reprieve")
 
 _PATIENCE_S = 1.0
-"""What is done in this time is not worth a word."""
+"""What is done in this time needs no bar."""
 
 
 def read_again(batches: Iterator[Any], count: int, what: str) -> None:
     """Read `count` batches and drop them. Shows how far it is where somebody looks at the terminal."""
+    if count:
+        log.warning(
+            "%s has no state_dict and load_state_dict: %d batches are read again to find the position. "
+            "With these two methods it would be found at once, and exactly, whatever is drawn at random on the way",
+            what,
+            count,
+        )
     began = time.monotonic()
     for done in range(count):
         if time.monotonic() - began > _PATIENCE_S:
-            log.warning(
-                "%s has no state_dict and load_state_dict: %d batches are read again to find the position. "
-                "With these two methods the position would be found at once",
-                what,
-                count,
-            )
             _with_bar(batches, count, done)
             return
         if next(batches, batches) is batches:
