@@ -77,8 +77,9 @@ def test_two_signals_are_one_stop_with_the_first_deadline() -> None:
 def test_other_signals_by_choice_and_sigint_left_alone() -> None:
     run("""
         guard = Guard(told.set, grace=Grace(None, "test"), signals=("USR1", signal.SIGTERM), notices="off")
+        before = signal.getsignal(signal.SIGINT)
         guard.start()
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert signal.getsignal(signal.SIGINT) is before
         os.kill(os.getpid(), signal.SIGUSR1)
         assert told.wait(5) and guard.stop.reason == "SIGUSR1" and guard.stop.deadline is None
     """)

@@ -536,7 +536,6 @@ class Checkpointer:
             self._retiring.verified = found.step  # every byte of it was read
         self.schedule.saved(found.step)
         manifest = found.manifest
-        done = self._ranks.agree("finished", lambda: finished.read(self.root, manifest))[0]
         return Restored(
             step=found.step,
             epoch=manifest.epoch if manifest else None,
@@ -544,7 +543,7 @@ class Checkpointer:
             values=values,
             metrics=manifest.metrics if manifest else {},
             passed_over=job.passed_over,
-            finished=done,
+            finished=job.finished,
         )
 
     # Looking

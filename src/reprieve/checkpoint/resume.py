@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from reprieve.checkpoint import commit
+from reprieve.checkpoint import commit, finished
 from reprieve.checkpoint.blocks import BlockPool
 from reprieve.checkpoint.checksum import digest_of
 from reprieve.checkpoint.foreign import check_foreign
@@ -106,6 +106,8 @@ class Resume:
         self._candidates: list[Found] | None = None
         self.passed_over: list[PassedOver] = []
         """Newer checkpoints that could not be used, and why."""
+        self.finished: Any = None
+        """What the folder says of the run, if it was finished with the checkpoint that was restored."""
 
     def newest_valid(self) -> tuple[Found, dict[str, Any]] | None:
         """The checkpoint that was restored, and the plain values that were saved with it; None where there is none."""
@@ -117,6 +119,7 @@ class Resume:
                     raise NothingToResume(self._nothing())
                 return None
             path = self._root / chosen["name"]
+            self.finished = chosen["finished"]
             found, values, reasons = self._restore(path, chosen["manifest"])
             if found is not None and not reasons:
                 log.info("resumed from %s", path)
@@ -152,7 +155,8 @@ class Resume:
         if found.manifest is None:
             check_foreign(found.path)
         digest = None if found.manifest is None else digest_of(found.manifest.encode())
-        return {"name": found.path.name, "manifest": digest, "passed_over": self._told()}
+        done = finished.read(self._root, found.manifest)
+        return {"name": found.path.name, "manifest": digest, "passed_over": self._told(), "finished": done}
 
     def _told(self) -> list[list[str]]:
         return [[one.name, one.reason] for one in self.passed_over]
