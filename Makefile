@@ -27,7 +27,7 @@ $(READY): pyproject.toml constraints.txt
 	@VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-demo: $(READY)  ## Kill a training run in the middle of a save, start it again, and see what happened
+demo: $(READY)  ## Preempt a training run, kill another in the middle of a save, start them again, see what happened
 	@$(BIN)/python -m examples.demo
 
 lint: $(READY)  ## Style, types and layers
