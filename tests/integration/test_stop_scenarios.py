@@ -6,6 +6,7 @@ where the job goes on, that it has seen in the end what the same script sees wit
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
@@ -146,6 +147,21 @@ def test_a_disk_that_fills_during_the_last_save(job: Job) -> None:
     _stopped(result, "step 5 could not be saved: no room for a checkpoint", "goes on from the newest valid checkpoint")
     assert checkpoints(job) == [2]
     _goes_on(job, wide)
+
+
+@pytest.mark.parametrize("at", ["before begin", "before write"], ids=["at once", "in the background"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_periodic_save_that_fails_ends_nothing(job: Job, ranks: int, at: str) -> None:
+    """Training goes on, and the last save is made all the same."""
+    periodic = replace(job, every=3, kind="ddp" if ranks > 1 else "plain", epochs=2 * ranks)
+    full = fail(ranks - 1, at, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    options = {"backend": "gloo" if ranks > 1 else None}
+    for result in run_ranks(ranks, train, periodic, faults=[full, terminate(0, "forward", nth=5)], **options):
+        _stopped(result, "saved step 5")
+        assert "is not saved" in result.output or "failed: " in result.output, result.output
+    assert checkpoints(job) == [5]
+    for result in run_ranks(ranks, train, periodic, **options):
+        assert result.ok, str(result)
 
 
 @pytest.mark.soak

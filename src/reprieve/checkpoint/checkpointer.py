@@ -433,20 +433,19 @@ class Checkpointer:
         """Of the last save that was asked for, or of the state at the start."""
         return self._bytes
 
-    def wait_for_save(self) -> None:
-        """Until the running save is durable; raises what went wrong. What is older may still be on its way out."""
+    def settle(self) -> BaseException | None:
+        """Wait for the running save, not for retention. What went wrong in the background so far: told here, it is not
+        raised by the next call."""
         if self._writing is not None:
-            self._writing.result()
+            self._writing.exception()
+        done = [future for future in self._background if future.done()]
+        self._background = [future for future in self._background if not future.done()]
+        return next((error for future in done if (error := future.exception()) is not None), None)
 
     def abort(self) -> None:
         """Give up the running background save, on every rank: each calls it. One that is all but done is finished."""
-        if self._writing is None:
-            return
         self._speed.abort()
-        error = self._writing.exception()
-        self._background = [future for future in self._background if future is not self._writing]
-        self._writing = None
-        if error is not None:
+        if self.settle() is not None:
             log.warning("a running save was given up")
 
     def finish(self, step: int, asked: Any = None) -> None:

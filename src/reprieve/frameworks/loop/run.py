@@ -28,7 +28,7 @@ from reprieve.checkpoint.rng import capture_rng, restore_rng
 from reprieve.checkpoint.schedule import Every
 from reprieve.clock import Clock
 from reprieve.config import parse_duration
-from reprieve.errors import ConfigError, RankFailed, RanksError, StateMismatch
+from reprieve.errors import ConfigError, RankFailed, RanksError, StateMismatch, StorageError
 from reprieve.frameworks.loop import ddp
 from reprieve.frameworks.loop.boundary import Boundaries
 from reprieve.frameworks.loop.pace import Pace
@@ -327,7 +327,7 @@ class Run:
         if self._boundaries.stop_asked:
             self._stop_here(tail)
         elif not self._pending and self._evaluating is None and not tail:
-            self._save(background=True)
+            self._save_beside()
 
     def _stop_here(self, tail: bool) -> None:
         if self._pending and (self._completing or not self._give_up_step()):
@@ -369,6 +369,19 @@ class Run:
         return enough or (count is not None and self._place.epoch >= count)
 
     # Saving and resuming
+
+    def _save_beside(self) -> None:
+        """A periodic save. One that storage refuses is said, and the next is tried when it is due: training goes on."""
+        failed: BaseException | None = self._checkpointer.settle()
+        if failed is not None:
+            log.error("the periodic save before this one failed: %s", failed)
+        try:
+            self._save(background=True)
+        except (StorageError, RankFailed) as error:  # of another rank's storage the others hear as RankFailed
+            log.error("step %d is not saved: %s. Training goes on", self.steps, error)
+            assert self._boundaries is not None
+            self._checkpointer.schedule.saved(self.steps)
+            self._boundaries.saved()
 
     def _save(self, *, background: bool, within: timedelta | None = None) -> None:
         loop = self._place.state(self._ranks.world_size)

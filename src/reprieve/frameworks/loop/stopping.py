@@ -107,8 +107,10 @@ class Stopping:
                 "step %d IS NOT SAVED: %.1f s are left, and a save takes about %.1f s. The save that is running, of an "
                 "older step, is finished instead", step, left, plan["needed"],
             )  # fmt: skip
-        if not plan["save"]:
-            self._checkpointer.wait_for_save()
+        failed = self._checkpointer.settle()
+        if failed is not None:
+            log.error("the save before this one failed: %s", failed)
+        if not plan["save"] and failed is None:
             if not plan.get("dropped"):
                 log.warning("no step since the last checkpoint: nothing to save at step %d", step)
             return
