@@ -156,7 +156,7 @@ def test_a_periodic_save_that_fails_ends_nothing(job: Job, ranks: int, at: str) 
     periodic = replace(job, every=3, kind="ddp" if ranks > 1 else "plain", epochs=2 * ranks)
     full = fail(ranks - 1, at, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     options = {"backend": "gloo" if ranks > 1 else None}
-    for result in run_ranks(ranks, train, periodic, faults=[full, terminate(0, "forward", nth=5)], **options):
+    for result in run_ranks(ranks, train, periodic, faults=[full, *told(5)], **options):
         _stopped(result, "saved step 5")
         assert "is not saved" in result.output or "failed: " in result.output, result.output
     assert checkpoints(job) == [5]

@@ -77,11 +77,6 @@ class Guard:
         for watcher in self._watchers:
             watcher.start()
 
-    def has_signals(self) -> bool:
-        """On the training thread, at every boundary: has nobody else taken one of our signals? Where only the wake-up
-        descriptor was taken, our handler still runs, if later."""
-        return not self.hears_signals or watch.has(self.signals)
-
     def keep(self) -> None:
         """On the training thread, now and then: see `SignalWatch.keep`."""
         if self.hears_signals:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from time import monotonic as _now
 
 from reprieve.checkpoint.schedule import Schedule
 from reprieve.errors import RankFailed, RanksError, StoreLost
@@ -21,8 +22,8 @@ from reprieve.ranks.step_protocol import SAVE, STOP
 
 log = logging.getLogger("reprieve")
 
-_KEEP = 16
-"""So many boundaries pass between two thorough looks at the wake-up descriptor, which are system calls."""
+_LOOK_S = 0.02
+"""How often to look, at most, at what nobody tells us: who has taken our wake-up descriptor, and what time it is."""
 _MINOR_BITS = 24
 _END = 2**_MINOR_BITS - 1
 """The end of an evaluation, on every rank."""
@@ -43,6 +44,7 @@ class Boundaries:
         self._schedule = schedule
         self._times_saves = ranks.rank == 0 and schedule.interval is not None
         self._time_asked = False
+        self._look_at = 0.0
         self._major = 0
         self._minor = 0
         self._common = CommonStep(ranks, completed=0, on_lost=on_lost)
@@ -92,13 +94,11 @@ class Boundaries:
 
     def _at(self, completed: int) -> None:
         # At every step of a run, and most of it cold in the cache: each call that is not made is a microsecond.
-        if not self._major % _KEEP or not self._guard.has_signals():
-            self._guard.keep()
+        if (now := _now()) >= self._look_at:
+            self._look_at = now + _LOOK_S
+            self._look()
         if self._dead is not None:
             raise self._dead
-        if self._times_saves and not self._time_asked and self._schedule.time_is_up():
-            self._time_asked = True
-            self._common.request(SAVE)
         try:
             while (request := self._common.boundary(completed)) is not None:
                 self.asked = True
@@ -110,3 +110,9 @@ class Boundaries:
             if self._guard.stop is not None:
                 raise
             log.error("the ranks could not agree on a save: %s. Training goes on without", error)
+
+    def _look(self) -> None:
+        self._guard.keep()
+        if self._times_saves and not self._time_asked and self._schedule.time_is_up():
+            self._time_asked = True
+            self._common.request(SAVE)
