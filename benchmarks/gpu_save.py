@@ -30,7 +30,7 @@ import torch
 
 from benchmarks import disk
 from benchmarks.machine import machine, versions
-from benchmarks.measure import settle
+from benchmarks.measure import rounds_in_time, settle
 
 if TYPE_CHECKING:
     from benchmarks.state import TrainingState
@@ -199,27 +199,21 @@ def run(bench: Bench, rounds: int, budget_s: float) -> int:
     """The number of rounds there was time for."""
     from reprieve import Checkpointer
 
-    began = time.monotonic()
+    end, done = time.monotonic() + budget_s, 0
     bench.calibrate()
     with Checkpointer(bench.folder / "checkpoints", keep=1, **bench.state.parts()) as checkpointer:
         bench.first_background(checkpointer)
         bench.warm_up(checkpointer)
-        longest = 0.0
-        for number in range(rounds):
-            start = time.monotonic()
-            if number and start + longest > began + budget_s:
-                print(f"out of time after {number} of {rounds} rounds", file=sys.stderr)
-                return number
+        for done in rounds_in_time(rounds, end):
             parts: list[Callable[[], None]] = [
                 bench.disk,
                 lambda: bench.save_and_restore(checkpointer),
-                lambda first=number == 0: bench.background(checkpointer, verify=first),  # type: ignore[misc]
+                lambda first=done == 1: bench.background(checkpointer, verify=first),  # type: ignore[misc]
                 lambda: bench.background_undisturbed(checkpointer),
             ]
-            for part in parts[number % 2 :] + parts[: number % 2]:
+            for part in parts[(done - 1) % 2 :] + parts[: (done - 1) % 2]:
                 part()
-            longest = max(longest, time.monotonic() - start)
-    return rounds
+    return done
 
 
 def summarize(values: dict[str, list[float]], size: int) -> dict[str, Any]:

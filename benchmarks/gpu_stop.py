@@ -28,7 +28,7 @@ import torch
 from benchmarks import disk, gpu_exact
 from benchmarks.gpu_save import _unpack_wheels
 from benchmarks.machine import machine, versions
-from benchmarks.measure import settle
+from benchmarks.measure import rounds_in_time, settle
 from benchmarks.stop_process import Stopped, stop
 
 PREEMPTED = 143
@@ -84,17 +84,12 @@ class Bench:
 
 def run(bench: Bench, rounds: int, budget_s: float) -> int:
     """The number of rounds there was time for."""
-    began = time.monotonic()
-    longest = 0.0
-    for number in range(rounds):
-        start = time.monotonic()
-        if number and start + longest > began + budget_s:
-            print(f"out of time after {number} of {rounds} rounds", file=sys.stderr)
-            return number
+    done = 0
+    for number in rounds_in_time(rounds, time.monotonic() + budget_s):
         bench.stop()
         bench.disk()
-        longest = max(longest, time.monotonic() - start)
-    return rounds
+        done = number
+    return done
 
 
 def summarize(values: dict[str, list[float]]) -> dict[str, Any]:

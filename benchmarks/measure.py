@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import random
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -127,3 +128,15 @@ class _Progress:
         self._bar.update(self._task, description=doing, advance=0 if done is None else 1)
         if done is not None:
             self._bar.console.print(done, highlight=False)
+
+
+def rounds_in_time(rounds: int, end: float) -> Iterator[int]:
+    """1, 2, …, as long as one more round like the longest so far would be over at `end` (of the monotonic clock)."""
+    longest = 0.0
+    for number in range(1, rounds + 1):
+        start = time.monotonic()
+        if number > 1 and start + longest > end:
+            print(f"out of time after {number - 1} of {rounds} rounds", file=sys.stderr)
+            return
+        yield number
+        longest = max(longest, time.monotonic() - start)

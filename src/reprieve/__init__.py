@@ -26,7 +26,8 @@ from reprieve.errors import (
 )
 
 if TYPE_CHECKING:
-    from reprieve.checkpoint.checkpointer import Checkpointer, Restored, Save
+    from reprieve.checkpoint.answers import Restored, Save
+    from reprieve.checkpoint.checkpointer import Checkpointer
     from reprieve.frameworks.loop.run import Run
     from reprieve.preemption.ending import Preempted
 
@@ -59,9 +60,9 @@ __all__ = [
 _WHERE = {
     "Checkpointer": "reprieve.checkpoint.checkpointer",
     "Preempted": "reprieve.preemption.ending",
-    "Restored": "reprieve.checkpoint.checkpointer",
+    "Restored": "reprieve.checkpoint.answers",
     "Run": "reprieve.frameworks.loop.run",
-    "Save": "reprieve.checkpoint.checkpointer",
+    "Save": "reprieve.checkpoint.answers",
 }
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from reprieve import Checkpointer
 from reprieve.checkpoint.blocks import BlockPool
 from reprieve.checkpoint.layout import FileLayout
 from reprieve.checkpoint.manifest import FileEntry, Manifest
@@ -193,3 +194,20 @@ class SlowDisk(Disk):
             self.writing.set()
             assert self.go.wait(30)
         super().write(file, data, offset)
+
+
+def saved(root: Path, **state: Any) -> Path:
+    with Checkpointer(root, **state) as checkpointer:
+        return checkpointer.save(1).path
+
+
+def restored(root: Path, **state: Any) -> Any:
+    with Checkpointer(root, **state) as checkpointer:
+        return checkpointer.restore()
+
+
+class Odd(nn.Module):
+    def __init__(self, **buffers: torch.Tensor) -> None:
+        super().__init__()
+        for name, value in buffers.items():
+            self.register_buffer(name, value)

@@ -7,6 +7,8 @@ import logging
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import nn
 
 from reprieve import Checkpointer, ConfigError, StorageError, StorageFull
 from reprieve.checkpoint import room
+from reprieve.checkpoint.background import Background
 from reprieve.checkpoint.blocks import BLOCK_BYTES, RING_BLOCKS
 from reprieve.checkpoint.survey import survey
 from reprieve.checkpoint.verify import verify
@@ -240,6 +243,30 @@ def test_a_checkpoint_of_the_stock_trainer_is_resumed(tmp_path: Path) -> None:
         assert checkpointer.restore().step == 2
     assert_same(copied(other), copied(model))
     assert_same(stand_in.optimizer.state_dict()["state"], trainer.optimizer.state_dict()["state"])
+
+
+class FailsWhenLookedAtTwice(Future[None]):
+    """A job that ends between one look and the next."""
+
+    _looks = 0
+
+    def done(self) -> bool:
+        self._looks += 1
+        if self._looks == 2:
+            self.set_exception(OSError(errno.EIO, "the disk"))
+        return super().done()
+
+
+@pytest.mark.parametrize("look", [Background.raise_error, Background.settle])
+def test_an_error_that_comes_while_somebody_looks_is_told_the_next_time(
+    look: Callable[[Background], BaseException | None],
+) -> None:
+    background, job = Background(), FailsWhenLookedAtTwice()
+    background._jobs.append(job)
+    assert look(background) is None
+    assert job.done() or job.done()
+    with pytest.raises(OSError, match="the disk"):
+        background.wait()
 
 
 def test_a_plain_torch_program_reads_everything(tmp_path: Path) -> None:

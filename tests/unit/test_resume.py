@@ -392,7 +392,7 @@ def test_a_torn_stock_checkpoint_is_passed_over(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("nan_in_fresh_memory")
 def test_tied_weights_of_stock_torch_into_an_untied_model(tmp_path: Path) -> None:
-    from test_state import tied
+    from test_state_modules import tied
 
     model, other = tied(), tied(tie=False)
     (tmp_path / "checkpoint-1").mkdir()

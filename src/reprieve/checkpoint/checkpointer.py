@@ -16,8 +16,7 @@ import operator
 import os
 import platform
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta, timezone
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -28,13 +27,13 @@ import torch
 
 from reprieve._version import __version__
 from reprieve.checkpoint import finished, names, resume
+from reprieve.checkpoint.answers import Restored, Save
+from reprieve.checkpoint.background import Background
 from reprieve.checkpoint.blocks import BlockPool
 from reprieve.checkpoint.loadable import check_loadable
 from reprieve.checkpoint.manifest import Manifest
 from reprieve.checkpoint.owner import Member, Owner, OwnerRecord, acquire, join
 from reprieve.checkpoint.plan import SHARD_BYTES, Plan, plan
-from reprieve.checkpoint.replicas import Divergence
-from reprieve.checkpoint.resume import PassedOver
 from reprieve.checkpoint.retention import Retention, reading
 from reprieve.checkpoint.retiring import Retiring
 from reprieve.checkpoint.room import StagingRoom, bytes_on_disk, check_room
@@ -44,7 +43,6 @@ from reprieve.checkpoint.speed import Running, Speed
 from reprieve.checkpoint.state import State
 from reprieve.checkpoint.survey import Found, survey
 from reprieve.checkpoint.verify import verify
-from reprieve.checkpoint.workers import Workers
 from reprieve.clock import Clock, SystemClock
 from reprieve.config import parse_duration, parse_size
 from reprieve.errors import ConfigError, InvalidCheckpoint, RankFailed, RanksError, StateError, StorageFull
@@ -62,47 +60,6 @@ _CLOSE_WITHIN = timedelta(seconds=30)
 
 Progress = Callable[[int], None]
 """Called with each number of bytes that was moved, from any thread."""
-
-
-@dataclass(slots=True)
-class Save:
-    """A save that was asked for."""
-
-    step: int
-    path: Path
-    bytes: int = 0
-    blocked: timedelta = timedelta(0)
-    """How long training stood still."""
-    skipped: str | None = None
-    """Why nothing was written, if nothing was."""
-    diverged: list[Divergence] = field(default_factory=list)
-    """Tensors that should be the same on all ranks and are not."""
-    _done: Future[None] | None = field(default=None, repr=False)
-
-    @property
-    def done(self) -> bool:
-        return self._done is None or self._done.done()
-
-    def wait(self) -> Path:
-        """The checkpoint, once it is durable; raises what went wrong."""
-        if self._done is not None:
-            self._done.result()
-        return self.path
-
-
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """Where the run goes on."""
-
-    step: int
-    epoch: float | None
-    path: Path
-    values: Mapping[str, Any]
-    metrics: Mapping[str, float]
-    passed_over: list[PassedOver]
-    """Newer checkpoints that could not be used, and why."""
-    finished: Any = None
-    """What `finish` was told with this step: then there is nothing left to do."""
 
 
 class Checkpointer:
@@ -166,9 +123,7 @@ class Checkpointer:
         self._parent: str | None = None
         self._pool = BlockPool(pinned=torch.cuda.is_available())
         self._staging = StagingRoom(self._pool)
-        self._thread = Workers(1, "reprieve-save")
-        self._background: list[Future[None]] = []
-        self._writing: Future[None] | None = None
+        self._background = Background()
         self._speed = Speed(self._clock)
         self._retiring = Retiring(self._disk, self.root, self.retention)
         self._saved: set[Path] = set()
@@ -287,8 +242,8 @@ class Checkpointer:
         def describe() -> dict[str, Any]:
             nonlocal job
             if not may_skip:
-                self._finish_writing(details.step)
-            self._raise_background_error()
+                self._let_save_end(details.step)
+            self._background.raise_error()
             decision: dict[str, Any] = {"step": details.step}
             if self._ranks.rank == 0:
                 decision |= self._decide(target, details.step, may_skip)
@@ -302,7 +257,7 @@ class Checkpointer:
         _check_same_step(plans)
         if skip := plans[0].get("skip"):
             return Save(details.step, target, skipped=skip)
-        self._finish_writing(details.step)
+        self._let_save_end(details.step)
         assert job is not None
         job.begin(plans, plans[0].get("replacing"), self._make_room)
         save = Save(details.step, target, job.plan.bytes, diverged=job.diverged)
@@ -310,26 +265,25 @@ class Checkpointer:
         self._speed.begin(details.step, self._bytes, self._ranks.world_size)
         if background and self._staging.has_room(job.plan):
             job.stage()
-            save._done = self._writing = self._thread.submit(partial(self._finish, job, target))
-            self._background.append(self._writing)
+            save._done = self._background.write(partial(self._finish, job, target))
         else:
             with self._retiring.giving_way():
                 self._finish(job, target)
         save.blocked = timedelta(seconds=self._clock.monotonic() - start)
         self.schedule.saved(details.step)
         if self._ranks.rank == 0 and not self._ending:
-            self._background.append(self._thread.submit(self._retire))
+            self._background.do(self._retire)
         return save
 
-    def _finish_writing(self, step: int) -> None:
-        if self._writing is not None and not self._writing.done():
+    def _let_save_end(self, step: int) -> None:
+        if self._background.writing:
             log.info("the save at step %d waits for the one before it", step)
-            self._writing.exception()
+            self._background.let_save_end()
 
     def _decide(self, target: Path, step: int, may_skip: bool) -> dict[str, str]:
         """Is there something to save, and why may it replace what is there?"""
         self._owner.check()  # what is there may be a newer attempt's
-        if may_skip and self._writing is not None and not self._writing.done():
+        if may_skip and self._background.writing:
             log.warning("the save at step %d is left out: the one before it is still being written", step)
             return {"skip": "another save was still running"}
         if not target.exists():
@@ -395,7 +349,7 @@ class Checkpointer:
         except StorageFull:
             if self._retiring.newest is None:
                 raise
-            self._thread.submit(self._retire).result()
+            self._background.do_now(self._retire)
             check_room(self.root, needed)
 
     def _retire(self) -> None:
@@ -414,10 +368,7 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Until everything that was asked for is done; raises what went wrong in the background."""
-        pending, self._background = self._background, []
-        errors = [error for future in pending if (error := future.exception()) is not None]
-        if errors:
-            raise errors[0]
+        self._background.wait()
 
     @property
     def running(self) -> Running | None:
@@ -436,11 +387,7 @@ class Checkpointer:
     def settle(self) -> BaseException | None:
         """Wait for the running save, not for retention. What went wrong in the background so far: told here, it is not
         raised by the next call."""
-        if self._writing is not None:
-            self._writing.exception()
-        done = [future for future in self._background if future.done()]
-        self._background = [future for future in self._background if not future.done()]
-        return next((error for future in done if (error := future.exception()) is not None), None)
+        return self._background.settle()
 
     def abort(self) -> None:
         """Give up the running background save, on every rank: each calls it. One that is all but done is finished."""
@@ -467,20 +414,14 @@ class Checkpointer:
             self._closed = True
             self._owner.release()
 
-    def _raise_background_error(self) -> None:
-        if any(future.done() and future.exception() is not None for future in self._background):
-            self.wait()
-        self._background = [future for future in self._background if not future.done()]
-
     @contextlib.contextmanager
     def _said_once(self) -> Iterator[None]:
         """A save that failed in the background failed on all ranks: when one of them raises that, all of them do."""
         try:
             yield
         except RankFailed:
-            if self._writing is not None:
-                self._writing.exception()  # it may not have got to know yet
-            self._raise_background_error()
+            self._background.let_save_end()  # it may not have got to know yet
+            self._background.raise_error()
             raise
 
     def warm_up(self, *, wait: bool = False) -> None:
@@ -498,7 +439,7 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            self._thread.join()
+            self._background.join()
             self._staging.close()
             self._owner.release()
             if self._common is not None:

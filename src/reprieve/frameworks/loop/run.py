@@ -12,18 +12,18 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
-import math
 import os
 import signal
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from reprieve.checkpoint.checkpointer import Checkpointer, Restored
+from reprieve.checkpoint.answers import Restored
+from reprieve.checkpoint.checkpointer import Checkpointer
 from reprieve.checkpoint.rng import capture_rng, restore_rng
 from reprieve.checkpoint.schedule import Every
 from reprieve.clock import Clock
@@ -31,8 +31,9 @@ from reprieve.config import parse_duration
 from reprieve.errors import ConfigError, RankFailed, RanksError, StateMismatch, StorageError
 from reprieve.frameworks.loop import ddp
 from reprieve.frameworks.loop.boundary import Boundaries
+from reprieve.frameworks.loop.lending import Lending
 from reprieve.frameworks.loop.pace import Pace
-from reprieve.frameworks.loop.place import OnePass, Place, Standing
+from reprieve.frameworks.loop.place import OnePass, Place
 from reprieve.frameworks.loop.rollback import Rollback
 from reprieve.frameworks.loop.stopping import MARGIN_S, Stopping
 from reprieve.preemption.deadline import grace_period
@@ -144,7 +145,7 @@ class Run:
             """The source of the evaluation that is running, and its and the random numbers' state before it."""
             self._tail = False
             """The rest of a loop's body, after `step`, has still to run for the step that was restored."""
-            self._lending = False
+            self._lending = Lending(self._place, self._checkpointer)
             self._steps_limit: int | None = None
             self.resumed = self._resume()
             """What the run goes on from; None: from the start."""
@@ -201,7 +202,7 @@ class Run:
             if self._done(None):
                 break
             self._place.next_epoch()
-            self._checkpointer_due(epoch_ended=True)
+            self._ask_for_due_save(epoch_ended=True)
             self._at_boundary()
         self.finish()
 
@@ -218,7 +219,8 @@ class Run:
         if saved is not None:
             one.batch = one.marked = saved["batch"]
             if self._tail:
-                yield from self._lend(one, position)
+                self._tail = False
+                yield from self._lending.lend(one, position)
         source = self._place.sources[number]
         one.going = going = source.start(position, enter=self._enter)
         try:
@@ -241,8 +243,9 @@ class Run:
 
     def step(self, **metrics: Any) -> None:
         """One optimizer step is completed. Numbers given here (`loss=loss`) are kept with the next checkpoint."""
-        if self._lending:
-            self._restore_lent(metrics)
+        if self._lending.out:
+            self._lending.take_back(metrics)
+            self._enter()
             return
         self._pending = 0
         if self._first:
@@ -256,7 +259,7 @@ class Run:
         if metrics:
             self.log(**metrics)
         if self._by_count:
-            self._checkpointer_due()
+            self._ask_for_due_save()
         if not going:
             self._at_boundary()
 
@@ -359,7 +362,7 @@ class Run:
         self._rollback.roll_back()
         return True
 
-    def _checkpointer_due(self, *, epoch_ended: bool = False) -> None:
+    def _ask_for_due_save(self, *, epoch_ended: bool = False) -> None:
         assert self._boundaries is not None
         if self._checkpointer.schedule.due_at(self.steps, epoch_ended=epoch_ended):
             self._boundaries.save_is_due()
@@ -436,39 +439,6 @@ class Run:
             restore_rng(self._reentry, self._generators)
             if active or not self._place.resumed_passes:
                 self._reentry = None
-
-    def _lend(self, one: OnePass, position: Mapping[str, Any] | None) -> Iterator[Any]:
-        """The interrupted process stopped in an evaluation in the middle of a pass. To come there again the body of the
-        loop has to run up to `step`: with a batch that is lent to it, and whose effect is undone there."""
-        self._tail = False
-        source = self._place.sources[one.source]
-        for start in (position, None):
-            trial = source.start(start)
-            lent = next(trial, None)
-            trial.close()
-            self._place.restore_source(one.source)
-            if lent is not None:
-                break
-        self._lending = True
-        one.going = Standing()
-        yield lent
-        if self._lending:
-            raise ConfigError(
-                "after a stop in an evaluation in the middle of a pass, run.step() must be called for the batch that "
-                "was given out. With gradient accumulation ask `run.batch`, which counts on over a resume"
-            )
-
-    def _restore_lent(self, metrics: Mapping[str, Any]) -> None:
-        self._lending = False
-        restored = self._checkpointer.restore()
-        assert restored is not None
-        if restored.step != self.steps:
-            raise StateMismatch(f"{restored.path} is not of step {self.steps}, from which the run was resumed")
-        for name, value in metrics.items():
-            # What is between `step` and the evaluation runs a second time, and should say the same: `loss.item()`.
-            if isinstance(value, torch.Tensor):
-                value.data.fill_(restored.values["loop"]["metrics"].get(name, math.nan))
-        self._enter()
 
     # Told by others
 
