@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -29,6 +30,19 @@ def printed(output: str) -> list[str]:
     return re.findall(r"^epoch .*$", output, re.MULTILINE)
 
 
+def rest_of(process: subprocess.Popen[str], limit_s: float) -> str:
+    """What comes after the lines that were read. (`communicate` reads past the buffer that `readline` has filled, and
+    would lose what is in it.)"""
+    assert process.stdout is not None
+    killer = threading.Timer(limit_s, process.kill)
+    killer.start()
+    with process.stdout as stream:
+        rest = stream.read()
+    process.wait()
+    killer.cancel()
+    return rest
+
+
 @pytest.mark.parametrize(
     ("plain", "safe"), [("plain_pytorch.py", "plain_pytorch_safe.py"), (None, "accelerate_safe.py")]
 )
@@ -44,7 +58,7 @@ def test_an_example_stopped_and_started_again(plain: str | None, safe: str, tmp_
         seen += [process.stdout.readline().rstrip() for _ in range(stop_after)]
         process.send_signal(signal.SIGTERM)
         began = time.monotonic()
-        rest = process.communicate(timeout=100)[0]
+        rest = rest_of(process, 100)
         assert process.returncode == 143, rest
         assert time.monotonic() - began < 60
         assert "saved step" in rest
@@ -68,7 +82,7 @@ def test_accelerate_on_two_ranks(tmp_path: Path) -> None:
     while first.count("epoch") < 20:
         first += process.stdout.readline()
     process.send_signal(signal.SIGTERM)
-    first += process.communicate(timeout=100)[0]
+    first += rest_of(process, 100)
     assert first.count("saved step") == 2, first  # once for each rank
     process = start("accelerate_safe.py", tmp_path / "stopped", ranks=2)
     second = process.communicate(timeout=200)[0]
