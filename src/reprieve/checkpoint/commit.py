@@ -10,7 +10,7 @@ missed by a test when it is taken out (tests/powercut).
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import json
 from pathlib import Path
 
@@ -21,6 +21,9 @@ from reprieve.errors import CheckpointError
 from reprieve.storage.disk import Disk
 
 SET_ASIDE = "reprieve-set-aside.json"
+
+_FILES_MORE = 100
+"""How often to look again for files of other ranks. Each rank makes a few, and hears of the failure meanwhile."""
 
 
 def begin(disk: Disk, folder: Path, note: str = "") -> None:
@@ -57,8 +60,13 @@ def seal(disk: Disk, folder: Path, manifest: Manifest) -> None:
 
 def discard(disk: Disk, folder: Path) -> None:
     """Remove an unfinished save. A second error here would hide the first one: what is left goes at the next start."""
-    with contextlib.suppress(OSError):
-        disk.remove_tree(folder)
+    for _ in range(_FILES_MORE):
+        try:
+            disk.remove_tree(folder)
+        except OSError as error:
+            if error.errno == errno.ENOTEMPTY:
+                continue  # a rank that has not heard of the failure yet has made one more file
+        return
 
 
 def remove(disk: Disk, path: Path) -> None:
