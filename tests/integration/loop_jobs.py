@@ -250,13 +250,19 @@ class Seen:
 
 
 def seen_by(folder: Path | str, ranks: int) -> list[Any]:
-    """All that a finished job has seen, by rank. The same line twice in a row counts once: what a loop does between a
-    step and an evaluation that was interrupted, it does again."""
+    """All that a finished job has seen, by rank. What a loop has done since the last step that is saved it may do
+    again: those lines count once."""
     seen = []
     for rank in range(ranks):
-        lines = (Path(folder) / f"losses-{rank}.jsonl").read_text().splitlines()
-        once = [line for before, line in zip([None, *lines], lines, strict=False) if line != before]
-        seen.append([*map(json.loads, once), json.loads((Path(folder) / f"end-{rank}.json").read_text())])
+        lines, since_step = list[Any](), set[str]()
+        for line in (Path(folder) / f"losses-{rank}.jsonl").read_text().splitlines():
+            if line in since_step:
+                continue
+            if "loss" in (new := json.loads(line)):
+                since_step.clear()
+            since_step.add(line)
+            lines.append(new)
+        seen.append([*lines, json.loads((Path(folder) / f"end-{rank}.json").read_text())])
     return seen
 
 
