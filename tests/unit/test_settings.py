@@ -1,0 +1,175 @@
+"""What a run is told: an argument wins over the environment, which wins over the default."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from reprieve.errors import ConfigError
+from reprieve.settings import ALL, KINDS, NEVER, resolve
+
+MINUTE = timedelta(minutes=1)
+
+EVERY_SETTING = [
+    # name, variable, (argument, what it means), (variable's text, what it means), default
+    ("checkpoints", "CHECKPOINT_URI", ("/a", "/a"), ("/b", "/b"), None),
+    ("every", "CHECKPOINT_INTERVAL", ("auto", "auto"), ("20m", "20m"), "10m"),
+    ("keep", "CHECKPOINT_MAX_RETAIN", ("all", ALL), ("5", 5), 3),
+    ("fresh", "CHECKPOINT_RESUME", (True, True), ("true", False), False),
+    ("grace", "REPRIEVE_GRACE", ("2m", 2 * MINUTE), ("60", MINUTE), None),
+    ("kill_wait", "REPRIEVE_KILL_WAIT", ("0", timedelta(0)), ("60s", MINUTE), timedelta(0)),
+    ("name", "REPRIEVE_RUN", ("mine", "mine"), ("theirs", "theirs"), None),
+    ("restarts", "REPRIEVE_RESTARTS", ("3", 3), ("0", 0), 0),
+    ("hang", "REPRIEVE_HANG", ("1h30m", 90 * MINUTE), ("2.5", timedelta(seconds=2.5)), None),
+]
+ALL_SAID = {
+    "checkpoints": "/data/run 1", "every": "epoch", "keep": "all", "fresh": True, "grace": "1m30s", "kill_wait": "0",
+    "name": "mine", "restarts": "4", "hang": "10m",
+}  # fmt: skip
+
+
+def test_the_table_has_every_setting() -> None:
+    assert {(row[0], row[1]) for row in EVERY_SETTING} == {(name, kind.env) for name, kind in KINDS.items()}
+    assert set(ALL_SAID) == set(KINDS)
+
+
+@pytest.mark.parametrize(("name", "variable", "argument", "environment", "default"), EVERY_SETTING)
+def test_argument_then_environment_then_default(
+    name: str, variable: str, argument: tuple[Any, Any], environment: tuple[str, Any], default: Any
+) -> None:
+    option = f"--{name.replace('_', '-')}"
+    for given, env, value, source in [
+        ({name: argument[0]}, {variable: environment[0]}, argument[1], option),
+        ({name: None}, {variable: environment[0]}, environment[1], variable),
+        ({name: None}, {variable: "  "}, default, "default"),
+        ({}, {}, default, "default"),
+    ]:
+        settings = resolve(given, env)
+        assert (getattr(settings, name), settings.sources[name]) == (value, source)
+
+
+def test_an_argument_that_is_no_text_is_taken_as_it_is() -> None:
+    settings = resolve({"keep": 7, "grace": MINUTE, "every": 500}, {}, prefix="")
+    assert (settings.keep, settings.grace, settings.every) == (7, MINUTE, 500)
+    assert settings.sources["keep"] == "keep="
+
+
+@pytest.mark.parametrize(("text", "fresh"), [("true", False), ("1", False), ("ON", False), ("no", True), ("0", True)])
+def test_resume_is_the_opposite_of_fresh(text: str, fresh: bool) -> None:
+    assert resolve({}, {"CHECKPOINT_RESUME": text}).fresh is fresh
+
+
+@pytest.mark.parametrize(
+    ("strategy", "interval", "every"),
+    [
+        ("", "500", "500"),
+        ("", "10m", "10m"),
+        ("", "auto", "auto"),
+        ("steps", "200", "200"),
+        ("steps", "", "500"),
+        ("epoch", "", "epoch"),
+        ("epoch", "3", "epoch"),
+        ("EPOCH ", "", "epoch"),
+        ("time", "300", "300s"),
+        ("time", "5m", "5m"),
+        ("time", "", "10m"),
+        ("", "", "10m"),
+    ],
+)
+def test_a_bare_number_counts_what_the_strategy_says(strategy: str, interval: str, every: str) -> None:
+    assert resolve({}, {"CHECKPOINT_STRATEGY": strategy, "CHECKPOINT_INTERVAL": interval}).every == every
+
+
+def test_the_strategy_means_nothing_to_an_argument() -> None:
+    assert resolve({"every": "500"}, {"CHECKPOINT_STRATEGY": "epoch"}).every == "500"
+
+
+@pytest.mark.parametrize("text", ["false", "0", "Off", " no "])
+def test_checkpoints_that_are_not_enabled_are_never_written(text: str) -> None:
+    env = {"CHECKPOINT_ENABLED": text, "CHECKPOINT_INTERVAL": "500"}
+    settings = resolve({}, env)
+    assert (settings.every, settings.sources["every"]) == (NEVER, "CHECKPOINT_ENABLED")
+    assert resolve({"every": "5m"}, env).every == "5m", "an argument wins"
+
+
+@pytest.mark.parametrize("text", ["true", "1", "", "  "])
+def test_checkpoints_that_are_enabled_are_written_as_the_interval_says(text: str) -> None:
+    assert resolve({}, {"CHECKPOINT_ENABLED": text, "CHECKPOINT_INTERVAL": "500"}).every == "500"
+
+
+BAD = [
+    ("keep", "0"),
+    ("keep", "-1"),
+    ("keep", "many"),
+    ("grace", "soon"),
+    ("grace", "0"),
+    ("grace", "-5s"),
+    ("kill_wait", "5 parsecs"),
+    ("restarts", "-1"),
+    ("restarts", "often"),
+    ("restarts", "²"),
+    ("hang", "never"),
+    ("hang", "²"),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), BAD)
+def test_a_bad_value_names_the_argument_or_the_variable(name: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--{name.replace('_', '-')}: "):
+        resolve({name: text}, {})
+    with pytest.raises(ConfigError, match=f"^{name}=: "):
+        resolve({name: text}, {}, prefix="")
+    with pytest.raises(ConfigError, match=f"^{KINDS[name].env}: "):
+        resolve({}, {KINDS[name].env: text})
+
+
+@pytest.mark.parametrize(
+    ("variable", "text"),
+    [("CHECKPOINT_RESUME", "perhaps"), ("CHECKPOINT_ENABLED", "maybe"), ("CHECKPOINT_STRATEGY", "sometimes")],
+)
+def test_a_bad_variable_without_an_argument_is_named(variable: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=variable):
+        resolve({}, {variable: text})
+
+
+# What is passed on to what the launcher starts
+
+
+def test_nothing_that_was_not_said_is_passed_on() -> None:
+    assert resolve({}, {}).environment() == {}
+    assert resolve({}, {"PATH": "/bin", "CHECKPOINT_INTERVAL": " "}).environment() == {}
+    assert resolve({"keep": "2"}, {"REPRIEVE_GRACE": "30"}).environment() == {
+        "CHECKPOINT_MAX_RETAIN": "2",
+        "REPRIEVE_GRACE": "30s",
+    }
+
+
+def test_all_that_was_said_is_understood_alike_by_the_child() -> None:
+    before = resolve(ALL_SAID, {})
+    after = resolve({}, before.environment())
+    assert {name: getattr(after, name) for name in KINDS} == {name: getattr(before, name) for name in KINDS}
+    assert after.sources == {name: kind.env for name, kind in KINDS.items()}
+
+
+@pytest.mark.parametrize("interval", ["500", "epoch", "300", "5m", ""])
+@pytest.mark.parametrize("strategy", ["", "steps", "epoch", "time"])
+def test_an_interval_is_understood_alike_beside_the_strategy(strategy: str, interval: str) -> None:
+    env = {"CHECKPOINT_STRATEGY": strategy, "CHECKPOINT_INTERVAL": interval}
+    settings = resolve({}, env)
+    assert resolve({}, {**env, **settings.environment()}).every == settings.every
+
+
+@pytest.mark.parametrize("text", ["1ms", "2.5s", "90s", "1h30m", "12h", "14d", "123456.5s"])
+@pytest.mark.parametrize("name", ["grace", "kill_wait", "hang"])
+def test_a_duration_is_passed_on_exactly(name: str, text: str) -> None:
+    settings = resolve({name: text}, {})
+    assert getattr(resolve({}, settings.environment()), name) == getattr(settings, name)
+
+
+@pytest.mark.parametrize("given", [{}, {"every": "5m"}])
+def test_what_the_launcher_decided_holds_in_an_environment_that_disables(given: dict[str, str]) -> None:
+    env = {"CHECKPOINT_ENABLED": "false"}
+    settings = resolve(given, env)
+    assert resolve({}, {**env, **settings.environment()}).every == settings.every
