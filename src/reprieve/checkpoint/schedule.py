@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+from reprieve.checkpoint.interval import FIRST, Auto
 from reprieve.clock import Clock, SystemClock
 from reprieve.config import parse_duration
 from reprieve.errors import ConfigError
@@ -23,16 +24,18 @@ class Schedule:
     steps: int | None = None
     interval: timedelta | None = None
     epoch: bool = False
+    auto: Auto | None = None
     clock: Clock = field(default_factory=SystemClock)
+    _made_at: float = field(init=False)
     _saved_at: float = field(init=False)
     _saved_step: int | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self._saved_at = self.clock.monotonic()
+        self._made_at = self._saved_at = self.clock.monotonic()
 
     @classmethod
     def of(cls, every: Every, clock: Clock | None = None) -> Schedule:
-        """`500`, `"500 steps"`, `"epoch"`, `"10m"`, a timedelta, several of them in a list, or None for never."""
+        """`500`, `"500 steps"`, `"epoch"`, `"10m"`, a timedelta, `"auto"`, several in a list, or None for never."""
         schedule = cls(clock=clock or SystemClock())
         parts = [every] if isinstance(every, int | float | str | timedelta) else list(every or ())
         for part in parts:
@@ -47,12 +50,14 @@ class Schedule:
                 schedule.steps = steps
             elif part == "epoch":
                 schedule.epoch = True
+            elif part == "auto":
+                schedule.auto, schedule.interval = Auto.of_environment(), FIRST
             elif part != "never":
                 try:
                     schedule.interval = parse_duration(part)
                 except ConfigError:
                     raise ConfigError(
-                        f"every={part!r} is not understood: write 500, '500 steps', 'epoch', '10m' or 'never'"
+                        f"every={part!r} is not understood: write 500, '500 steps', 'epoch', '10m', 'auto' or 'never'"
                     ) from None
         return schedule
 
@@ -75,6 +80,10 @@ class Schedule:
         """By the clock alone, which no two ranks read at the same moment."""
         return self.interval is not None and self.clock.monotonic() - self._saved_at >= self.interval.total_seconds()
 
-    def saved(self, step: int) -> None:
+    def saved(self, step: int, cost: timedelta | None = None) -> None:
+        """`cost`: how long training stood still for it."""
         self._saved_step = step
         self._saved_at = self.clock.monotonic()
+        if self.auto is not None and cost is not None:
+            self.auto.saved(cost.total_seconds())
+            self.interval = self.auto.interval(self._saved_at - self._made_at)
