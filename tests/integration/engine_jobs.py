@@ -192,6 +192,7 @@ def bytes_read(root: Path, mesh_shape: tuple[int, ...] | None = None, kind: type
         return done
 
     reader.read_into = counting
+    reader.read_from_cache = lambda *_: False
     restore_fsdp(root, mesh_shape, kind)
     return count
 

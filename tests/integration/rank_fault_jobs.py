@@ -244,6 +244,7 @@ def restore_with_bad_blocks(root: Path, bad: Sequence[tuple[int, int, str, str]]
         return really_aside(*args)
 
     reader.read_into, commit.set_aside = read_into, set_aside
+    reader.read_from_cache = lambda *_: False  # the medium is asked for every byte
     outcomes = []
     with checkpointer(root, numbers) as saver:
         for one in bad:

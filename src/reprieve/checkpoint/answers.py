@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -31,6 +31,13 @@ class Save:
     @property
     def done(self) -> bool:
         return self._done is None or self._done.done()
+
+    def when_durable(self, call: Callable[[], object]) -> None:
+        """Now, or on the saving thread as soon as it is; never, if it fails."""
+        if self._done is None:
+            call()
+        else:
+            self._done.add_done_callback(lambda done: call() if done.exception() is None else None)
 
     def wait(self) -> Path:
         """The checkpoint, once it is durable; raises what went wrong."""

@@ -30,6 +30,7 @@ from reprieve.checkpoint import finished, names, resume
 from reprieve.checkpoint.answers import Restored, Save
 from reprieve.checkpoint.background import Background
 from reprieve.checkpoint.blocks import BlockPool
+from reprieve.checkpoint.fingerprint import fingerprint
 from reprieve.checkpoint.loadable import check_loadable
 from reprieve.checkpoint.manifest import Manifest
 from reprieve.checkpoint.owner import Member, Owner, OwnerRecord, acquire, join
@@ -270,7 +271,7 @@ class Checkpointer:
             with self._retiring.giving_way():
                 self._finish(job, target)
         save.blocked = timedelta(seconds=self._clock.monotonic() - start)
-        self.schedule.saved(details.step)
+        self.schedule.saved(details.step, save.blocked)
         if self._ranks.rank == 0 and not self._ending:
             self._background.do(self._retire)
         return save
@@ -487,6 +488,10 @@ class Checkpointer:
         )
 
     # Looking
+
+    def fingerprint(self) -> str:
+        """Of the state as this process has it now: equal ones hold the same bits."""
+        return fingerprint(self._state)
 
     def list(self) -> list[Found]:
         """Every checkpoint in the folder, newest first."""

@@ -13,6 +13,7 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from itertools import accumulate, islice
 from pathlib import Path
@@ -23,10 +24,18 @@ from reprieve.checkpoint.checksum import BlockHash
 from reprieve.checkpoint.manifest import FileEntry
 from reprieve.checkpoint.workers import Workers
 from reprieve.errors import InvalidCheckpoint
-from reprieve.storage.disk import PAGE, OpenFile, open_for_reading, read_into
+from reprieve.storage.disk import PAGE, OpenFile, open_for_reading, read_from_cache, read_into
 
 READERS = 4
 _STRIDE = 2**19
+
+
+class Cache(Enum):
+    """What the page cache is to a reader. What is in it is what the file holds, and not what the medium does."""
+
+    AVOID = "read the medium"
+    USE = "take what is there, read the rest from the medium"
+    FILL = "read through it, so that the next one finds it there"
 
 
 class Sink(Protocol):
@@ -89,7 +98,10 @@ class CheckpointFile:
         self._reader = reader
         self._folder = folder
         self._entry = entry
-        self._file = open_for_reading(folder / name)
+        self._file = open_for_reading(folder / name, buffered=reader.cache is Cache.FILL)
+        self._cached = open_for_reading(folder / name, buffered=True) if reader.cache is Cache.USE else None
+        self._looked: list[OpenFile] = []
+        """Closed with the file: other threads may be reading them."""
         self.size = os.fstat(self._file.fd).st_size
         if entry is not None and self.size != entry.bytes:
             self.close()
@@ -120,6 +132,11 @@ class CheckpointFile:
     def load(self, span: Span, block: Block) -> None:
         """Blocks from the disk. Not verified yet."""
         start, length = span.start, span.length
+        if (cached := self._cached) is not None:
+            if read_from_cache(cached, block.view[:length], start):
+                return
+            self._cached = None  # not warm, or not as far: one look is enough
+            self._looked.append(cached)
         wanted = -(-length // PAGE) * PAGE if self._file.direct else length
         try:
             done = read_into(self._file, block.view[:wanted], start)
@@ -200,20 +217,25 @@ class CheckpointFile:
         )
 
     def close(self) -> None:
-        file, self._file = self._file, OpenFile(self._file.path, -1, False)
-        if file.fd >= 0:
-            os.close(file.fd)
+        looked, self._looked = [*self._looked, *([self._cached] if self._cached else ())], []
+        file, self._file, self._cached = self._file, OpenFile(self._file.path, -1, False), None
+        for one in (file, *{id(one): one for one in looked}.values()):
+            if one.fd >= 0:
+                os.close(one.fd)
 
 
 class Reader:
     """Reads the files of one checkpoint through a pool of blocks."""
 
-    def __init__(self, folder: Path, pool: BlockPool, *, block_bytes: int = BLOCK_BYTES) -> None:
+    def __init__(
+        self, folder: Path, pool: BlockPool, *, block_bytes: int = BLOCK_BYTES, cache: Cache = Cache.AVOID
+    ) -> None:
         if block_bytes > BLOCK_BYTES or block_bytes % PAGE:
             raise InvalidCheckpoint(
                 f"uses blocks of {block_bytes:,} bytes, which this version cannot read", path=folder
             )
         self.pool = pool
+        self.cache = cache
         self.block_bytes = block_bytes
         self._folder = folder
         self._files: dict[str, CheckpointFile] = {}

@@ -25,7 +25,7 @@ from reprieve.checkpoint.garbage import collection_paused
 from reprieve.checkpoint.manifest import Manifest
 from reprieve.checkpoint.matching import matching_storages, once, sharded_storages, with_tensors
 from reprieve.checkpoint.plan import buffers_name, extras_file, tree_file
-from reprieve.checkpoint.reader import CheckpointFile, Reader, ReadTogether, Target
+from reprieve.checkpoint.reader import Cache, CheckpointFile, Reader, ReadTogether, Target
 from reprieve.checkpoint.rng import check_rng, restore_rng
 from reprieve.checkpoint.safetensors_load import Place, read_header
 from reprieve.checkpoint.shards import from_local, is_sharded, local_part, own_range
@@ -58,7 +58,8 @@ class Restoring:
         self._folder = folder
         self._manifest = manifest
         self._state = state
-        self._reader = Reader(folder, pool, block_bytes=manifest.block_bytes if manifest else BLOCK_BYTES)
+        block_bytes = manifest.block_bytes if manifest else BLOCK_BYTES
+        self._reader = Reader(folder, pool, block_bytes=block_bytes, cache=Cache.USE)
         self._strict = strict
         self._rng = rng
         self._rank = rank

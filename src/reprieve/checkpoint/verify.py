@@ -7,12 +7,14 @@ from pathlib import Path
 
 from reprieve.checkpoint.blocks import BlockPool
 from reprieve.checkpoint.foreign import check_foreign
-from reprieve.checkpoint.reader import Reader
+from reprieve.checkpoint.reader import Cache, Reader
 from reprieve.checkpoint.survey import Found, look_at
 from reprieve.errors import InvalidCheckpoint
 
 
-def verify(path: Path, pool: BlockPool, *, progress: Callable[[int], None] | None = None) -> Found:
+def verify(
+    path: Path, pool: BlockPool, *, progress: Callable[[int], None] | None = None, cache: Cache = Cache.AVOID
+) -> Found:
     """Read every byte of a checkpoint; InvalidCheckpoint names the first thing that is wrong."""
     found = look_at(path)
     if found.problem is not None:
@@ -20,7 +22,7 @@ def verify(path: Path, pool: BlockPool, *, progress: Callable[[int], None] | Non
     if found.manifest is None:
         check_foreign(path, progress=progress)
         return found
-    with Reader(path, pool, block_bytes=found.manifest.block_bytes) as reader:
+    with Reader(path, pool, block_bytes=found.manifest.block_bytes, cache=cache) as reader:
         for name, entry in found.manifest.files.items():
             reader.open(name, entry)
         reader.run(progress=progress)

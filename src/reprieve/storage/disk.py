@@ -146,7 +146,10 @@ class Disk:
             self.flush_folder(path.parent)
 
 
-def open_for_reading(path: Path) -> OpenFile:
+def open_for_reading(path: Path, *, buffered: bool = False) -> OpenFile:
+    """`buffered`: through the page cache, where what was read stays."""
+    if buffered:
+        return OpenFile(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC), direct=False)
     return _open(path, os.O_RDONLY)
 
 
@@ -168,6 +171,20 @@ def read_into(file: OpenFile, buffer: memoryview, offset: int) -> int:
         if file.direct and done % PAGE:
             break
     return total
+
+
+def read_from_cache(file: OpenFile, buffer: memoryview, offset: int) -> bool:
+    """Fill `buffer` from the page cache, if all of it is there. The disk is not asked."""
+    total = 0
+    while total < len(buffer):
+        try:
+            done = os.preadv(file.fd, [buffer[total:]], offset + total, os.RWF_NOWAIT)
+        except OSError:  # EAGAIN: not there; or a file system that cannot tell
+            return False
+        if done == 0:
+            return False
+        total += done
+    return True
 
 
 def free_bytes(folder: Path) -> int:

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from reprieve.errors import ConfigError
+
+DRILL = "REPRIEVE_DRILL"
+"""A folder: `reprieve drill` rehearses a preemption there, and the run's own checkpoints are not touched."""
+
+
+def for_run(uri: str | os.PathLike[str], env: Mapping[str, str] = os.environ) -> Path:
+    """Where a run that was told `uri` writes: there, or in a drill in the scratch folder."""
+    path = local_path(uri)
+    if not env.get(DRILL):
+        return path
+    return local_path(env[DRILL]) / f"{path.name}-{sha256(os.fsencode(path)).hexdigest()[:8]}"
 
 
 def local_path(uri: str | os.PathLike[str]) -> Path:
