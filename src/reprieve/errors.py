@@ -89,22 +89,30 @@ class RanksError(ReprieveError):
 
 
 class RankFailed(RanksError):
-    """A rank cannot go on, or did not answer in time. `rank` is None where several are meant."""
+    """A rank cannot go on, or did not answer in time. `rank` is None where several are meant. `for_a_person`: what
+    happened there `needs_a_person`."""
 
-    def __init__(self, rank: int | None, reason: str, *, during: str | None = None) -> None:
+    def __init__(self, rank: int | None, reason: str, *, during: str | None = None, for_a_person: bool = False) -> None:
         self.rank = rank
+        self.for_a_person = for_a_person
         self.reason = reason
         self.during = during
         who = f"rank {rank}: {reason}" if rank is not None else reason
         super().__init__(f"{during}: {who}" if during else who)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rank_failed, (self.rank, self.reason, self.during)
+        return _rank_failed, (self.rank, self.reason, self.during, self.for_a_person)
 
 
 class StoreLost(RanksError):
     """The store that the ranks talk through cannot be reached any more."""
 
 
-def _rank_failed(rank: int | None, reason: str, during: str | None) -> RankFailed:
-    return RankFailed(rank, reason, during=during)
+def needs_a_person(error: BaseException) -> bool:
+    """Started again, it would fail again: exit code 42."""
+    ours = isinstance(error, ConfigError | StateError | NothingToResume | FolderInUse)
+    return ours or (isinstance(error, RankFailed) and error.for_a_person)
+
+
+def _rank_failed(rank: int | None, reason: str, during: str | None, for_a_person: bool) -> RankFailed:
+    return RankFailed(rank, reason, during=during, for_a_person=for_a_person)

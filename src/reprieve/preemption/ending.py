@@ -2,7 +2,7 @@
 
 `SystemExit` is not the end: `finally`, `except BaseException`, atexit handlers and threads that are not daemons still
 run, and may hang or exit with 0. So a watchdog ends the process after a while, and the last of the atexit handlers
-ends it with the right code.
+ends it with the right code. A process that ends by one of our errors that only a person can put right ends with 42.
 """
 
 from __future__ import annotations
@@ -13,11 +13,16 @@ import logging
 import os
 import sys
 import threading
+from types import TracebackType
+
+from reprieve.errors import needs_a_person
 
 log = logging.getLogger("reprieve")
 
 PREEMPTED = 143
 """As a shell says it of a process that SIGTERM ended."""
+REFUSED = 42
+"""Will never work without a person."""
 
 
 _FLUSH_S = 0.2
@@ -44,6 +49,14 @@ class Ending:
         if not self._prepared:
             self._prepared = True
             atexit.register(self._at_exit)
+            before = sys.excepthook
+
+            def uncaught(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
+                if self._code is None and needs_a_person(error):
+                    self._code = REFUSED
+                before(kind, error, at)
+
+            sys.excepthook = uncaught
 
     def within(self, seconds: float, code: int = PREEMPTED, *, why: str = "", decided: bool = True) -> None:
         """The process ends with this code: by itself, or when so many seconds have passed. Not `decided`: if it ends by

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
-from reprieve.errors import RankFailed, RanksError
+from reprieve.errors import RankFailed, RanksError, needs_a_person
 from reprieve.points import reached
 from reprieve.ranks.store import Store, prefixed
 
@@ -102,7 +102,7 @@ class Ranks:
                 keys.set(str(self.rank), mine)
         except BaseException as error:
             # The others should know at once. Where they cannot be told, their time runs out.
-            mine = _encode({"failed": self.rank, "reason": _reason(error)})
+            mine = _encode({"failed": self.rank, "reason": _reason(error), "person": needs_a_person(error)})
             with contextlib.suppress(RanksError):
                 outcome = keys.put_once("end", mine)
                 keys.add("arrived", 1)
@@ -243,7 +243,7 @@ def _results(outcome: Any, name: str) -> list[Any]:
 
 def _failure(outcome: Any, name: str) -> RankFailed:
     if "failed" in outcome:
-        return RankFailed(outcome["failed"], outcome["reason"], during=name)
+        return RankFailed(outcome["failed"], outcome["reason"], during=name, for_a_person=outcome["person"])
     missing = outcome["missing"]
     came = f"did not come within {outcome['limit_s']:g} s"
     if len(missing) == 1:
