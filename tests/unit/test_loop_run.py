@@ -90,7 +90,7 @@ def test_a_checkpoint_without_a_place_in_the_data(tmp_path: Path) -> None:
 
 
 def test_saves_every_epoch_come_after_its_end(tmp_path: Path) -> None:
-    run = make(tmp_path, every="epoch", keep=None)
+    run = make(tmp_path, every="epoch", keep="all")
     seen = []
     for epoch in run.epochs(3):
         for _batch in run.batches([1, 2]):

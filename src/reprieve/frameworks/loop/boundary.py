@@ -32,8 +32,16 @@ _END = 2**_MINOR_BITS - 1
 class Boundaries:
     """Counts them, and knows what is asked for."""
 
-    def __init__(self, ranks: Ranks, guard: Guard, schedule: Schedule, on_lost: Callable[[RanksError], object]) -> None:
-        """`on_lost`: told, on a background thread, that ranks are dead or cannot agree any more."""
+    def __init__(
+        self,
+        ranks: Ranks,
+        guard: Guard,
+        schedule: Schedule,
+        on_lost: Callable[[RanksError], object],
+        on_look: Callable[[], None],
+    ) -> None:
+        """`on_lost`: told, on a background thread, that ranks are dead or cannot agree any more. `on_look`: called on
+        the training thread, 50 times a second at most."""
         self.asked = False
         """One of these two."""
         self.stop_asked = False
@@ -51,6 +59,7 @@ class Boundaries:
         self._dead: RankFailed | None = None
         self._liveness = Liveness(ranks, ranks.limit, self._died)
         self._on_lost = on_lost
+        self._on_look = on_look
 
     def ask_to_stop(self) -> None:
         """From any thread."""
@@ -113,6 +122,7 @@ class Boundaries:
 
     def _look(self) -> None:
         self._guard.keep()
+        self._on_look()
         if self._times_saves and not self._time_asked and self._schedule.time_is_up():
             self._time_asked = True
             self._common.request(SAVE)

@@ -92,6 +92,20 @@ class Place:
                 going = True
         return going
 
+    def fraction(self, epochs: int | None, steps: int | None) -> float | None:
+        """How much of what was asked for is done, from 0 to 1; None: nobody knows."""
+        if steps:
+            return min(1.0, self.steps / steps)
+        if not epochs:
+            return None
+        within = 0.0
+        if going := self.going:
+            try:
+                within = going[0].batch / max(1, len(self._loaders[going[0].source]))
+            except TypeError:  # it does not know its length
+                return None
+        return min(1.0, (self.epoch + within) / epochs)
+
     def next_epoch(self) -> None:
         self.epoch += 1
         self.passes = []

@@ -14,6 +14,7 @@ import contextlib
 import logging
 import os
 import signal
+import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -36,12 +37,14 @@ from reprieve.frameworks.loop.pace import Pace
 from reprieve.frameworks.loop.place import OnePass, Place
 from reprieve.frameworks.loop.rollback import Rollback
 from reprieve.frameworks.loop.stopping import MARGIN_S, Stopping
+from reprieve.frameworks.loop.telling import Telling
 from reprieve.preemption.deadline import grace_period
 from reprieve.preemption.ending import Preempted, ending
 from reprieve.preemption.guard import Guard
 from reprieve.ranks.group import LIMIT, Ranks
+from reprieve.settings import ALL, resolve
 from reprieve.storage.disk import Disk
-from reprieve.storage.uri import local_path
+from reprieve.storage.uri import for_run, local_path
 
 log = logging.getLogger("reprieve")
 
@@ -62,8 +65,10 @@ class Run:
                 ...
 
     State (`model=`, `optimizer=`, and whatever else belongs to the run, by name) is restored here, if there is
-    something to resume from. `every`, `keep`, `keep_every`, `best`, `run`, `fresh`, `strict`, `take_over_after`,
-    `rank_timeout`, `ranks`: see `Checkpointer`.
+    something to resume from. What is not given of `uri`, `every`, `keep`, `fresh`, `grace`, `kill_wait` and `run` comes
+    from the environment (`reprieve run` sets it), or is the default: every 10 minutes, the last 3. `every="never"`
+    and `keep="all"` are possible, and `every="auto"`: from what a save costs and how often the run was interrupted.
+    `keep_every`, `best`, `strict`, `take_over_after`, `rank_timeout`, `ranks`: see `Checkpointer`.
 
     `grace`: how long the process has after the signal, "2m" or seconds. Default: `REPRIEVE_GRACE`, else what is
         known of the platform.
@@ -75,17 +80,17 @@ class Run:
 
     def __init__(
         self,
-        uri: str | os.PathLike[str],
+        uri: str | os.PathLike[str] | None = None,
         *,
-        every: Every = "10m",
-        keep: int | None = 3,
+        every: Every = None,
+        keep: int | str | None = None,
         keep_every: int | None = None,
         best: tuple[str, str] | None = None,
         run: str | None = None,
-        fresh: bool = False,
+        fresh: bool | None = None,
         strict: bool = True,
         grace: str | float | timedelta | None = None,
-        kill_wait: str | float | timedelta = 0,
+        kill_wait: str | float | timedelta | None = None,
         signals: Iterable[int | str] = (signal.SIGTERM,),
         notices: str | Sequence[str] = "auto",
         exit_wait: str | float | timedelta = "5s",
@@ -97,23 +102,33 @@ class Run:
         **state: object,
     ) -> None:
         ending.prepare()
+        given = {"checkpoints": uri and os.fspath(uri), "every": every, "keep": keep, "name": run, "fresh": fresh}
+        settings = resolve({**given, "kill_wait": _waiting(kill_wait)}, prefix="")
+        if settings.checkpoints is None:
+            raise ConfigError("where do the checkpoints go? Run('checkpoints', …), or CHECKPOINT_URI")
+        root = for_run(settings.checkpoints)
         self._guard = Guard(
             self._told_to_stop,
             grace=grace_period(grace),
             signals=signals,
-            kill_wait=timedelta(0) if kill_wait == 0 else parse_duration(kill_wait),
+            kill_wait=settings.kill_wait,
             notices=notices,
         )
         self._exit_wait = parse_duration(exit_wait)
         self._boundaries: Boundaries | None = None
         self._closed = False
-        self._close_earlier(uri)
+        self._telling: Telling | None = None
+        self._place = Place()
+        self._stopped: Preempted | None = None
+        self._close_earlier(root)
         self._guard.start()
         try:
             self._ranks = ranks if ranks is not None else Ranks.detect(parse_duration(rank_timeout))
+            self._telling = Telling(self._ranks.rank, self._ranks.world_size, local_path(settings.checkpoints))
             objects: dict[str, Any] = state  # named by the user, so not by our parameters
             self._checkpointer = Checkpointer(
-                uri, every=every, keep=keep, keep_every=keep_every, best=best, run=run, fresh=fresh, strict=strict,
+                root, every=settings.every, keep=None if settings.keep == ALL else int(settings.keep),
+                keep_every=keep_every, best=best, run=settings.name, fresh=settings.fresh, strict=strict,
                 take_over_after=take_over_after, ranks=self._ranks, disk=disk, clock=clock, **objects,
             )  # fmt: skip
             modules = {name: value for name, value in state.items() if isinstance(value, torch.nn.Module)}
@@ -123,16 +138,14 @@ class Run:
             self._first = True
             """The order of DDP's buckets is not known before the first step."""
             self._boundaries = Boundaries(
-                self._ranks.scoped("loop"), self._guard, self._checkpointer.schedule, self._lost_a_rank
+                self._ranks.scoped("loop"), self._guard, self._checkpointer.schedule, self._lost_a_rank, self._tell_step
             )
             if self._guard.stop is not None:
                 self._boundaries.ask_to_stop()
             self._by_count = self._checkpointer.schedule.by_count
             self._pace = Pace()
             self._rollback = Rollback(modules, self._guard.grace.period)
-            self._stopping = Stopping(self._checkpointer, self._ranks, self._guard, self._exit_wait)
-            self._place = Place()
-            self._stopped: Preempted | None = None
+            self._stopping = Stopping(self._checkpointer, self._ranks, self._guard, self._exit_wait, self._telling)
             self._finishing = self._completing = False
             self._asked: list[int | None] = [None, None]
             self._pending = 0
@@ -149,7 +162,11 @@ class Run:
             self._steps_limit: int | None = None
             self.resumed = self._resume()
             """What the run goes on from; None: from the start."""
-        except BaseException:
+            resumed = self.resumed.step if self.resumed else None
+            self._telling.started(resumed, finished=self.finished, checkpointer=self._checkpointer)
+        except BaseException as error:
+            if self._telling is not None:
+                self._telling.refused(error)
             self.close()
             raise
         _open_runs[self._checkpointer.root] = self
@@ -305,6 +322,8 @@ class Run:
                 self._save(background=False)
             self._checkpointer.finish(self.steps, self._asked)
             self._place.finished = self._asked
+            assert self._telling is not None
+            self._telling.finished(self.steps)
         self.close()
 
     def close(self) -> None:
@@ -394,7 +413,8 @@ class Run:
         metrics = {name: float(value) for name, value in self._metrics.items()}
         loop |= {"tail": self._tail, "metrics": metrics}  # with the manifest go those of rank 0 alone
         loop["ddp"] = self._buckets
-        self._checkpointer.save(
+        began = time.monotonic()
+        save = self._checkpointer.save(
             self.steps,
             epoch=self._place.epoch,
             metrics=metrics,
@@ -404,7 +424,9 @@ class Run:
         )
         self._last_saved = self.steps
         assert self._boundaries is not None
+        assert self._telling is not None
         self._boundaries.saved()
+        self._telling.saving(save, began)
         self._pace.interrupted()
 
     def _resume(self) -> Restored | None:
@@ -440,7 +462,11 @@ class Run:
             if active or not self._place.resumed_passes:
                 self._reentry = None
 
-    # Told by others
+    # What is told, and by whom
+
+    def _tell_step(self) -> None:
+        assert self._telling is not None
+        self._telling.step(self.steps, lambda: self._place.fraction(*self._asked))
 
     def _told_to_stop(self) -> None:
         stop = self._guard.stop
@@ -460,6 +486,8 @@ class Run:
         if self._closed:
             return
         self._closed = True
+        if self._telling is not None and self._stopped is None and self._place.finished is None:
+            self._telling.closing(self.steps)
         self._guard.close()
         with contextlib.ExitStack() as stack:
             if getattr(self, "_ranks", None) is not None:
@@ -469,12 +497,16 @@ class Run:
             if self._boundaries is not None:
                 stack.callback(self._boundaries.close)
 
-    def _close_earlier(self, uri: str | os.PathLike[str]) -> None:
+    def _close_earlier(self, root: Path) -> None:
         """In a notebook the same cell may run twice."""
-        for root, earlier in list(_open_runs.items()):
-            if root == local_path(uri) and not earlier._closed:
-                log.info("the run that this process has in %s is closed: a new one begins", root)
-                earlier.close()
+        earlier = _open_runs.get(root)
+        if earlier is not None and not earlier._closed:
+            log.info("the run that this process has in %s is closed: a new one begins", root)
+            earlier.close()
+
+
+def _waiting(given: str | float | timedelta | None) -> timedelta | None:
+    return given if given is None else timedelta(0) if given == 0 else parse_duration(given)
 
 
 def _close_at_exit(run: weakref.ref[Run]) -> None:

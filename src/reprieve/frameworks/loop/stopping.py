@@ -18,6 +18,7 @@ from typing import Any
 from reprieve.checkpoint.checkpointer import Checkpointer
 from reprieve.config import format_size
 from reprieve.errors import RanksError, ReprieveError
+from reprieve.frameworks.loop.telling import Telling
 from reprieve.preemption.ending import Preempted, ending
 from reprieve.preemption.guard import Guard, Stop
 from reprieve.ranks.group import Ranks
@@ -35,11 +36,14 @@ _LOOK_S = 0.25
 class Stopping:
     """Ends this process, as one of all ranks."""
 
-    def __init__(self, checkpointer: Checkpointer, ranks: Ranks, guard: Guard, exit_wait: timedelta) -> None:
+    def __init__(
+        self, checkpointer: Checkpointer, ranks: Ranks, guard: Guard, exit_wait: timedelta, telling: Telling
+    ) -> None:
         self._checkpointer = checkpointer
         self._ranks = ranks
         self._guard = guard
         self._exit_wait = exit_wait
+        self._telling = telling
 
     def stop(self, step: int, last_saved: int | None, save: Callable[[timedelta | None], object]) -> Preempted:
         """Save what there is time for, leave together; what to raise then. `last_saved`: the step of the last
@@ -47,19 +51,25 @@ class Stopping:
         self._guard.request("another rank was told to stop")  # without effect where it was this one
         stop = self._guard.stop
         assert stop is not None
+        times = {"signal": stop.at, "agreed": time.monotonic()}
+        saved = False
+        self._telling.stopping(stop.reason, step)
         try:
             stop = self._agree_on_deadline(stop)
             left = stop.left()
             if left is not None and stop.certain:
                 ending.within(left, why="the grace period is over:")
             plan = self._decide(step, last_saved, left)
-            self._carry_out(plan, step, save, stop)
+            saved = self._carry_out(plan, step, save, stop)
+            times["durable"] = time.monotonic()
         except Exception as error:
             log.error(
                 "step %d could not be saved: %s. The next start goes on from the newest valid checkpoint",
                 step, error, exc_info=not isinstance(error, RanksError | OSError),
             )  # fmt: skip
         self._leave(stop)
+        times["left"] = time.monotonic()
+        self._telling.stopped(step, saved=saved, times=times, checkpointer=self._checkpointer)
         return Preempted(stop.reason)
 
     def _agree_on_deadline(self, mine: Stop) -> Stop:
@@ -97,7 +107,8 @@ class Stopping:
 
     def _carry_out(
         self, plan: Mapping[str, Any], step: int, save: Callable[[timedelta | None], object], stop: Stop
-    ) -> None:
+    ) -> bool:
+        """Is the step saved, now?"""
         left = stop.left()
         if plan["abort"]:
             log.warning("the periodic save that is running is given up: there is time for one save, of step %d", step)
@@ -113,7 +124,7 @@ class Stopping:
         if not plan["save"] and failed is None:
             if not plan.get("dropped"):
                 log.warning("no step since the last checkpoint: nothing to save at step %d", step)
-            return
+            return step > 0 and not plan.get("dropped")
         needed = plan["needed"]
         if needed is not None and left is not None and needed + (plan["rest"] or 0.0) > left:
             _too_short(step, needed + (plan["rest"] or 0.0), left, self._checkpointer.bytes)
@@ -125,6 +136,7 @@ class Stopping:
             save(None if left is None else timedelta(seconds=max(1.0, left)))
         took = time.monotonic() - began
         log.warning("saved step %d in %.2f s, %.2f s after %s", step, took, time.monotonic() - stop.at, stop.reason)
+        return True
 
     def _leave(self, stop: Stop) -> None:
         """No rank ends before all have saved: torchrun kills the others when the first is gone."""
