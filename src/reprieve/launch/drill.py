@@ -1,0 +1,291 @@
+"""`reprieve drill`: a preemption that is rehearsed.
+
+    start in a scratch folder → a few steps → SIGTERM → how long until it is saved, until it is gone → start again → is
+    the state the same? → does it train?
+
+The scratch folder lies beside the job's checkpoints, on the same disk, with a copy of the newest of them; the
+checkpoints themselves are not touched. Nobody is killed at the deadline: how long the job would have needed is what we
+are here to find out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from reprieve.errors import ReprieveError
+from reprieve.launch import hooks
+from reprieve.launch.attempt import Attempt, Signals
+from reprieve.launch.command import Command
+from reprieve.launch.outcome import Ended
+from reprieve.launch.output import Log
+from reprieve.launch.process import become_subreaper
+from reprieve.launch.reports import Listener, Seen
+from reprieve.progress.report import LAUNCHER
+from reprieve.settings import Settings
+from reprieve.storage.uri import DRILL, for_run, local_path
+
+USUAL = timedelta(seconds=30)
+"""Kubernetes' default, where nothing is known."""
+_THIN = 0.25
+"""A margin below this part of the grace period is thin: disks are not always equally fast."""
+
+
+class DrillFailed(ReprieveError):
+    """The rehearsal itself could not be held."""
+
+
+@dataclass(slots=True)
+class Report:
+    """What came of it. Seconds."""
+
+    grace_s: float
+    grace_from: str
+    survives: bool = False
+    problems: list[str] = field(default_factory=list)
+    """Why it does not."""
+    advice: list[str] = field(default_factory=list)
+    needed_s: float = 0.0
+    """From the signal until nothing of the job was left."""
+    agreement_s: float = 0.0
+    """Until all ranks stood at one step; the rest of that step is in it."""
+    save_s: float = 0.0
+    """Until it was durable."""
+    exit_s: float = 0.0
+    """Until everything was gone."""
+    restart_s: float = 0.0
+    """From the next start to its first step."""
+    step: int = 0
+    bytes: int = 0
+    ranks: int = 0
+    equal: bool | None = None
+    """The state after the start is the state at the stop, bit for bit, on every rank."""
+
+    @property
+    def margin_s(self) -> float:
+        return self.grace_s - self.needed_s
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "margin_s": self.margin_s}
+
+
+@dataclass
+class Drill:
+    """One rehearsal."""
+
+    command: Command
+    settings: Settings
+    env: Mapping[str, str]
+    steps: int
+    timeout: timedelta
+    """How long a start may take until it has trained so many steps, and a stop until it is over."""
+    say: Callable[[str], None]
+    copying: Callable[[int], contextlib.AbstractContextManager[Callable[[int], None]]]
+    """Shows how much of so many bytes is copied."""
+
+    def run(self, report: Report) -> Report:
+        become_subreaper()
+        with Signals() as self._signals:
+            original = self.settings.checkpoints or self._ask_where()
+            with _scratch(local_path(original)) as scratch:
+                env = {**self._environment(scratch), **self._copy_newest(local_path(original), scratch)}
+                self.say(f"starting the job, to preempt it after {self.steps} steps")
+                stopped = self._preempt(env, report)
+                if not report.problems:
+                    self.say("starting it again")
+                    self._start_again(env, report, stopped)
+        _judge(report)
+        return report
+
+    def _ask_where(self) -> str:
+        """The script knows where its checkpoints are: start it, and it says so."""
+        self.say("starting the job, to see where its checkpoints are")
+        with tempfile.TemporaryDirectory(prefix="reprieve-drill-") as scratch:
+            env = self._environment(Path(scratch))
+            seen = self._until(env, lambda seen: seen.checkpoints is not None, then=signal.SIGKILL)[0].seen
+        if seen.checkpoints is None:
+            raise DrillFailed(_UNPROTECTED)
+        return seen.checkpoints
+
+    def _preempt(self, env: Mapping[str, str], report: Report) -> Seen:
+        def far_enough(seen: Seen) -> bool:
+            return bool(seen.ranks) and seen.step >= (seen.resumed or 0) + self.steps
+
+        attempt, ended, ended_at = self._until(env, far_enough)
+        seen = attempt.seen
+        if seen.refused is not None:
+            raise DrillFailed(f"the job does not start: {seen.refused}")
+        if not seen.ranks:
+            raise DrillFailed(
+                _UNPROTECTED if ended.code == 0 else f"the job ended with exit code {ended.code} before it trained"
+            )
+        if attempt.stop is None:
+            raise DrillFailed(
+                f"the job ended by itself (exit code {ended.code}) at step {seen.step}, before it had trained "
+                f"{self.steps} steps: give it more to do, or say --steps 1"
+            )
+        report.ranks, report.step = len(seen.ranks), seen.step
+        _measure(report, attempt, ended_at)
+        if ended.killed:
+            report.problems.append(
+                f"it was still running {self.timeout.total_seconds():g} s after the signal, and was killed"
+            )
+        elif not any(one.get("saved") for one in seen.stopped):
+            report.problems.append("it was told to stop, and saved nothing: see what it said above")
+        return seen
+
+    def _start_again(self, env: Mapping[str, str], report: Report, before: Seen) -> None:
+        launched = time.monotonic()
+        attempt, _, _ = self._until(env, lambda seen: seen.step > (seen.resumed or 0), then=signal.SIGKILL)
+        seen = attempt.seen
+        if seen.first_step_at is not None:
+            report.restart_s = seen.first_step_at - launched
+        if seen.resumed != before.step and not seen.finished:
+            report.problems.append(
+                f"it was stopped at step {before.step} and went on from {seen.resumed or 'the start'}"
+            )
+            return
+        was = {rank: (one.stopped or {}).get("fingerprint") for rank, one in before.ranks.items()}
+        now = {rank: one.fingerprint for rank, one in seen.ranks.items()}
+        report.equal = was == now and None not in was.values()
+        if not report.equal:
+            other = [str(rank) for rank in sorted(was) if was[rank] != now.get(rank)]
+            report.problems.append(
+                f"the state after the restart is not the one that was saved, on rank {', '.join(other)}"
+            )
+
+    def _until(
+        self, env: Mapping[str, str], reached: Callable[[Seen], bool], then: int = signal.SIGTERM
+    ) -> tuple[Attempt, Ended, float]:
+        """Start it; when that is reached, end it: by a preemption, or at once."""
+        begun = time.monotonic()
+
+        def on_change(attempt: Attempt) -> None:
+            if attempt.stop is not None:
+                return
+            if reached(attempt.seen):
+                attempt.ask_to_stop("the drill", at_once=then == signal.SIGKILL)
+            elif time.monotonic() - begun > self.timeout.total_seconds():
+                attempt.ask_to_stop("the drill's time-out", at_once=True)
+
+        listener = Listener()
+        try:
+            told = {**env, LAUNCHER: str(listener.path)}
+            attempt = Attempt(self.command, told, self._signals, listener, Log(None), self.timeout, None, on_change)
+            ended = attempt.run()
+            return attempt, ended, time.monotonic()
+        finally:
+            listener.close()
+
+    def _environment(self, scratch: Path) -> dict[str, str]:
+        env = {**self.env, **self.settings.environment(), DRILL: str(scratch)}
+        limit = math.ceil(self.timeout.total_seconds())
+        env |= {"REPRIEVE_GRACE": f"{limit}s", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(limit), "PYTHONUNBUFFERED": "1"}
+        env["CHECKPOINT_RESUME"] = "true"
+        hooks.add_to(env)
+        return env
+
+    def _copy_newest(self, original: Path, scratch: Path) -> dict[str, str]:
+        """What the job would go on from; with what has to be in the environment for that."""
+        from reprieve.checkpoint.survey import survey
+
+        found = (
+            [one for one in survey(original) if one.problem is None and not one.set_aside] if original.is_dir() else []
+        )
+        if not found:
+            return {}
+        newest = found[0]
+        target = for_run(original, {DRILL: str(scratch)}) / newest.path.name
+        if shutil.disk_usage(scratch).free < 2.2 * newest.bytes:
+            raise DrillFailed(
+                f"no room beside {original} for two more of {newest.path.name} ({newest.bytes:,} bytes each)"
+            )
+        with self.copying(newest.bytes) as copied:
+            _copy(newest.path, target, copied)
+        return {"REPRIEVE_RUN": newest.manifest.run} if newest.manifest is not None else {}
+
+
+_UNPROTECTED = (
+    "nothing in this job is protected: it uses neither reprieve.Run nor a trainer that Reprieve knows, so a preemption "
+    "loses what it has done. docs/run.md shows the six lines that change that"
+)
+
+
+def _measure(report: Report, attempt: Attempt, ended_at: float) -> None:
+    """From the moment at which we sent the signal. The slowest rank counts."""
+    assert attempt.stop is not None
+    sent = attempt.stop.at
+    told = attempt.seen.stopped
+    spent_on_us = max((float(one.get("fingerprint_s") or 0.0) for one in told), default=0.0)
+    report.needed_s = ended_at - sent - spent_on_us
+    times = [one["times"] for one in told]
+    if times:
+        agreed = max(one["agreed"] for one in times) - sent
+        durable = max(one.get("durable", one["agreed"]) for one in times) - sent
+        report.agreement_s, report.save_s = agreed, durable - agreed
+        report.exit_s = report.needed_s - durable
+    report.bytes = max((int(one.get("bytes") or 0) for one in attempt.seen.saves), default=0)
+
+
+def _judge(report: Report) -> None:
+    """Does it survive, and what would help?"""
+    if report.margin_s < 0:
+        report.problems.append(
+            f"it takes {report.needed_s:.1f} s, and has {report.grace_s:g} s: it would be killed, and would lose steps"
+        )
+    report.survives = not report.problems
+    if report.margin_s >= _THIN * report.grace_s and not report.problems:
+        return
+    parts = {"agreement": report.agreement_s, "save": report.save_s, "exit": report.exit_s}
+    longest = max(parts, key=lambda name: parts[name])
+    if longest == "save" and report.save_s > 0:
+        speed = f" ({report.bytes / report.save_s / 1e9:.2f} GB/s)" if report.bytes else ""
+        report.advice.append(
+            f"most of the time goes into the save{speed}: a faster disk for the checkpoints, or a smaller state"
+        )
+    elif longest == "agreement":
+        report.advice.append("most of the time passes until the step ends: shorter steps (fewer accumulated batches)")
+    else:
+        report.advice.append("most of the time passes after the save: what does the script do in `finally` and atexit?")
+    wanted = max(30, math.ceil(report.needed_s * 1.5 / 10) * 10)
+    if wanted > report.grace_s:
+        report.advice.append(
+            f"a grace period of {wanted} s would do (terminationGracePeriodSeconds: {wanted}, or --grace {wanted}s)"
+        )
+
+
+@contextlib.contextmanager
+def _scratch(original: Path) -> Iterator[Path]:
+    """On the disk that the checkpoints are on. Gone afterwards."""
+    beside = original.parent
+    while not beside.exists():
+        beside = beside.parent
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=".reprieve-drill-", dir=beside))
+    except OSError as error:
+        raise DrillFailed(f"a scratch folder beside {original} cannot be made: {error.strerror}") from error
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _copy(source: Path, target: Path, copied: Callable[[int], None]) -> None:
+    for path in sorted(source.rglob("*")):
+        to = target / path.relative_to(source)
+        if path.is_dir():
+            continue
+        to.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("rb") as read, to.open("wb") as write:
+            while moved := os.sendfile(write.fileno(), read.fileno(), None, 2**24):
+                copied(moved)

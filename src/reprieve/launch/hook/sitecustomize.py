@@ -1,0 +1,31 @@
+"""Python runs this at the start of every process under `reprieve run`, before the script. It hides the `sitecustomize`
+that would otherwise run, so that one is run first."""
+
+import os
+import sys
+
+
+def _run_the_hidden_one() -> None:
+    here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH120, PTH100 - pathlib would cost every process 5 ms
+    kept = list(sys.path)
+    ours = sys.modules.pop("sitecustomize", None)
+    sys.path[:] = [path for path in kept if os.path.abspath(path or ".") != here]  # noqa: PTH100
+    try:
+        import sitecustomize  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name != "sitecustomize":
+            raise
+        if ours is not None:
+            sys.modules["sitecustomize"] = ours
+    finally:
+        sys.path[:] = [path for path in sys.path if os.path.abspath(path or ".") != here]  # noqa: PTH100
+
+
+_run_the_hidden_one()
+if os.environ.get("REPRIEVE_LAUNCHER"):
+    try:
+        from reprieve.launch.hooks import install
+    except ImportError:  # another Python, without Reprieve in it
+        pass
+    else:
+        install()

@@ -1,0 +1,252 @@
+"""`reprieve run`: attempts at a command, one after another, until it finished, was stopped, or is given up.
+
+    settings → record → attempt → outcome → (restart | last words and exit code)
+
+No torch here, and nothing that is slow to import: it is there before the command is, and stays out of its way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import select
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from reprieve.launch import hooks, ledger, outcome, record, secrets
+from reprieve.launch.attempt import STOPS, Attempt, Signals
+from reprieve.launch.command import Command
+from reprieve.launch.outcome import Outcome
+from reprieve.launch.output import Log
+from reprieve.launch.process import become_subreaper
+from reprieve.launch.record import Record, RunFolder, Runs, default_name
+from reprieve.launch.reports import Listener
+from reprieve.launch.restarts import Again, Restarts
+from reprieve.launch.warm import Warming
+from reprieve.launch.words import last_words, say
+from reprieve.preemption.deadline import Grace, grace_period
+from reprieve.progress.report import LAUNCHER
+from reprieve.settings import KINDS, Settings
+
+log = logging.getLogger("reprieve")
+
+_WRITE_EVERY_S = 2.0
+_TELL_AFTER_S = 30.0
+"""So long after it has imported torch a script that trains with us has said so."""
+_FOR_EVER_S = 7 * 86400
+
+
+@dataclass
+class Launcher:
+    """Of one run."""
+
+    command: Command
+    settings: Settings
+    runs: Runs = field(default_factory=Runs)
+    env: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    grace: Grace = field(init=False)
+    _record: Record = field(init=False)
+    _folder: RunFolder = field(init=False)
+    _listener: Listener = field(init=False)
+    _written: tuple[str, bool] = ("", False)
+    _written_at: float = 0.0
+    _torch_since: float | None = None
+    _told_unprotected: bool = False
+    _told_problem: bool = False
+
+    def run(self) -> int:
+        """The exit code."""
+        _open_standard_streams()
+        become_subreaper()
+        self.grace = grace_period(self.settings.grace, self.env)
+        name = self.settings.name or default_name(
+            self.command.script, self.command.words, str(Path.cwd()), self.settings.checkpoints
+        )
+        with Signals() as signals, self.runs.hold(name) as self._folder:
+            self._listener = Listener()
+            try:
+                return self._attempts(signals)
+            finally:
+                self._listener.close()
+
+    def _attempts(self, signals: Signals) -> int:
+        self._record = self._open_record()
+        restarts = Restarts(self.settings.restarts)
+        output = Log(self._folder.path / "log")
+        while True:
+            ended = self._attempt(signals, output, first=restarts.used == 0)
+            if not ended.again:
+                break
+            seen_any = self._record.attempts[-1].to_step
+            again = restarts.after_failure(seen_any)
+            if not isinstance(again, Again):
+                reason = f"{ended.words}. {again.reason}" if again.reason else ended.words
+                ended = Outcome(ended.state, ended.code, reason)
+                break
+            self._record.restarts += 1
+            say(f"{ended.words}. Starting again in {again.wait_s:.1f} s ({restarts.used} of {self.settings.restarts})")
+            self._change(record.WAITING, ended.words)
+            if (stopped := _told_while_waiting(signals, self._listener, again.wait_s)) is not None:
+                ended = stopped
+                break
+        self._change(ended.state, ended.words, ended.code)
+        output.close()
+        last_words(ended.words)
+        return ended.code
+
+    def _attempt(self, signals: Signals, output: Log, *, first: bool) -> Outcome:
+        entry = ledger.Attempt(time.time())
+        self._record.attempts.append(entry)
+        self._change(record.STARTING)
+        attempt = Attempt(
+            self.command, self._environment(first=first), signals, self._listener, output,
+            self.grace.period if self.grace.certain else None, self.settings.hang, self._on_change,
+        )  # fmt: skip
+        with Warming(self._record.checkpoints if not (first and self.settings.fresh) else None) as self._warming:
+            try:
+                ended = attempt.run()
+            except OSError as error:
+                code = 127 if isinstance(error, FileNotFoundError) else 126
+                entry.end(time.time(), outcome.FAILED)
+                return Outcome(outcome.FAILED, code, f"{self.command.argv[0]} cannot be started: {error.strerror}")
+        if attempt.seen.torch and not attempt.seen.ranks:
+            self._tell_unprotected()
+        self._note_progress(attempt)
+        result = outcome.outcome(ended)
+        offset = time.time() - time.monotonic()
+        if result.code == 0 or any(one.get("saved") for one in attempt.seen.stopped):
+            entry.kept_until = (attempt.seen.ended_at or time.monotonic()) + offset
+        entry.end(time.time(), result.state)
+        return result
+
+    def _environment(self, *, first: bool) -> dict[str, str]:
+        env = {**self.env, **self.settings.environment(), LAUNCHER: str(self._listener.path)}
+        if self.grace.certain and self.grace.period is not None:
+            env[KINDS["grace"].env] = KINDS["grace"].write(self.grace.period)
+        # torchrun's first 30 s; its second, after the first rank has ended, no rank lets begin (docs/run.md).
+        known = self.grace.period.total_seconds() if self.grace.period is not None else _FOR_EVER_S
+        env.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(known)))
+        env.setdefault("PYTHONUNBUFFERED", "1")  # our pipe is not the terminal that it would flush lines to
+        if self.settings.fresh and not first:
+            env[KINDS["fresh"].env] = "true"  # to start over is for the first attempt alone
+        count, training = ledger.losses(self._record.attempts, (outcome.FAILED, outcome.HUNG, record.LOST), time.time())
+        env["REPRIEVE_INTERRUPTIONS"] = f"{count}/{training:.0f}"
+        hooks.add_to(env)
+        return env
+
+    # The record
+
+    def _open_record(self) -> Record:
+        kept, left_out = secrets.storable(self.env)
+        options = {
+            name: KINDS[name].write(getattr(self.settings, name))
+            for name in KINDS
+            if name not in ("fresh", "name") and self.settings.sources[name].startswith("--")
+            and getattr(self.settings, name) is not None
+        }  # fmt: skip
+        fresh = Record(
+            self._folder.name, secrets.masked(self.command.words), str(Path.cwd()), options, kept, left_out,
+            checkpoints=self.settings.checkpoints,
+        )  # fmt: skip
+        earlier = self._folder.read()
+        if earlier is not None and not self.settings.fresh:
+            fresh.attempts, fresh.restarts = earlier.attempts, earlier.restarts
+            fresh.step, fresh.done = earlier.step, earlier.done
+            fresh.checkpoints = fresh.checkpoints or earlier.checkpoints
+            fresh.checkpoint_step, fresh.checkpoint_at = earlier.checkpoint_step, earlier.checkpoint_at
+            if fresh.attempts and fresh.attempts[-1].ended is None:
+                fresh.attempts[-1].end(earlier.updated, record.LOST)
+        fresh.mine()
+        fresh.socket = str(self._listener.path)
+        return fresh
+
+    def _on_change(self, attempt: Attempt) -> None:
+        seen = attempt.seen
+        if seen.torch and not seen.ranks:
+            self._torch_since = self._torch_since or time.monotonic()
+            if attempt.stop is not None or time.monotonic() - self._torch_since > _TELL_AFTER_S:
+                self._tell_unprotected()
+        if seen.ranks:
+            self._warming.leave_off()
+        self._note_progress(attempt)
+        if attempt.stop is not None:
+            state, reason = record.STOPPING, attempt.stop.reason
+        elif seen.ranks or attempt.child.code is not None:
+            state, reason = record.RUNNING, ""
+        else:
+            state, reason = record.STARTING, ""
+        known = (state, self._record.done is not None)
+        if known != self._written or time.monotonic() - self._written_at > _WRITE_EVERY_S:
+            self._written = known
+            self._change(state, reason)
+
+    def _note_progress(self, attempt: Attempt) -> None:
+        seen, entry, mine = attempt.seen, self._record.attempts[-1], self._record
+        offset = time.time() - time.monotonic()
+        if not seen.ranks:
+            return
+        mine.step, mine.done = seen.step, seen.done
+        mine.checkpoints = seen.checkpoints or mine.checkpoints
+        entry.from_step, entry.to_step = seen.resumed or 0, seen.step
+        if entry.training is None and seen.first_step_at is not None:
+            entry.training = seen.first_step_at + offset
+        if seen.saved_step is not None and seen.saved_step != mine.checkpoint_step:
+            mine.checkpoint_step, mine.checkpoint_at = seen.saved_step, time.time()
+        if seen.saves:
+            entry.kept_until = float(seen.saves[-1]["began"]) + offset
+        mine.eta_s = _eta_s(entry, seen.done, seen.done_at_start)
+
+    def _change(self, state: str, reason: str = "", code: int | None = None) -> None:
+        self._record.state, self._record.reason, self._record.exit_code = state, reason, code
+        self._written_at = time.monotonic()
+        self._folder.write(self._record)
+        if self._folder.problem is not None and not self._told_problem:
+            self._told_problem = True
+            say(
+                f"the run record cannot be written: {self._folder.problem}. `reprieve status` will not know of this run"
+            )
+
+    def _tell_unprotected(self) -> None:
+        if not self._told_unprotected:
+            self._told_unprotected = True
+            say(
+                "this script is not protected: it uses neither reprieve.Run nor a trainer that Reprieve knows, and a "
+                "stop loses what it has done. Six lines change that: docs/run.md"
+            )
+
+
+def _eta_s(entry: ledger.Attempt, done: float | None, at_start: float | None) -> float | None:
+    if not done or entry.training is None or at_start is None or done <= at_start:
+        return None
+    return (time.time() - entry.training) * (1 - done) / (done - at_start)
+
+
+def _told_while_waiting(signals: Signals, listener: Listener, wait_s: float) -> Outcome | None:
+    """Nothing runs, between two attempts. To be stopped is easy."""
+    until = time.monotonic() + wait_s
+    while (left := until - time.monotonic()) > 0:
+        select.select([signals.reader, listener.socket], [], [], left)
+        for number in signals.read():
+            if number in STOPS or number == signal.SIGINT:
+                why = signal.Signals(number).name
+                return Outcome(outcome.PREEMPTED, outcome.STOPPED, f"stopped by {why} between two attempts")
+        if any(told["event"] == "pause" for told in listener.read()):
+            return Outcome(outcome.PAUSED, outcome.STOPPED, "stopped by reprieve pause between two attempts")
+    return None
+
+
+def _open_standard_streams() -> None:
+    """One that was closed would become the next file that we open, and the command would print into it."""
+    for fd in (0, 1, 2):
+        with contextlib.suppress(OSError):
+            os.fstat(fd)
+            continue
+        opened = os.open(os.devnull, os.O_RDWR)
+        if opened != fd:
+            os.dup2(opened, fd)
+            os.close(opened)

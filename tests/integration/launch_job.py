@@ -1,0 +1,113 @@
+"""A training script, as people write them, for the tests of the launcher: `python launch_job.py '{"steps": 30}'`.
+
+What it sees goes to `seen-<rank>.jsonl` in its folder, a line a step; an interrupted one appends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import reprieve
+from reprieve.testing.disks import SlowDisk
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    folder: str
+    steps: int = 30
+    step_s: float = 0.0
+    safe: bool = True
+    width: int = 16
+    every: str | int = "never"
+    crash_at: int | None = None
+    hang_at: int | None = None
+    leave_at: int | None = None
+    """The script ends there, with 0."""
+    kill_at: int | None = None
+    """The last rank kills itself there."""
+    deaf: bool = False
+    """Ignores SIGTERM, in the whole process."""
+    slow: int | None = None
+    """Bytes a second that its disk writes."""
+    children: bool = False
+    """Starts a process that starts a process, and forgets both."""
+
+
+def main(options: Options) -> None:
+    if options.deaf:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1:
+        torch.distributed.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, options.width), nn.Dropout(0.1), nn.Linear(options.width, 1))
+    wrapped = DistributedDataParallel(model) if ranks > 1 else model
+    optimizer = torch.optim.AdamW(model.parameters())
+    data = TensorDataset(torch.randn(64, 4, generator=torch.Generator().manual_seed(1)))
+    sampler = DistributedSampler(data) if ranks > 1 else None
+    loader = DataLoader(data, 4, shuffle=sampler is None, sampler=sampler)
+    if options.children and os.fork() == 0:
+        if os.fork() == 0:
+            time.sleep(600)
+        os._exit(0)
+    seen = (Path(options.folder) / f"seen-{rank}.jsonl").open("a", buffering=1)
+    checkpoints = Path(options.folder) / "checkpoints"
+    if not options.safe:
+        for step, (batch,) in zip(range(options.steps), _for_ever(loader), strict=False):
+            _step(wrapped, optimizer, batch, step + 1, options)
+        return
+    disk = SlowDisk(options.slow) if options.slow else None
+    with reprieve.Run(
+        checkpoints, model=wrapped, optimizer=optimizer, every=options.every, notices="off", disk=disk
+    ) as run:
+        for _ in run.epochs(steps=options.steps):
+            for (batch,) in run.batches(loader):
+                loss = _step(wrapped, optimizer, batch, run.steps + 1, options)
+                run.step(loss=loss)
+                seen.write(json.dumps([run.steps, loss.item()]) + "\n")
+                if run.steps == options.leave_at:
+                    return
+                if run.steps == options.kill_at and rank == ranks - 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if run.steps == options.crash_at:
+                    raise RuntimeError(f"it always fails at step {run.steps}")
+                if run.steps == options.hang_at:
+                    _wait_for_ever()
+    if ranks > 1:
+        torch.distributed.destroy_process_group()
+
+
+def _step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor, step: int, options: Options
+) -> torch.Tensor:
+    loss: torch.Tensor = model(batch).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    time.sleep(options.step_s)
+    return loss.detach()
+
+
+def _for_ever(loader: DataLoader[tuple[torch.Tensor, ...]]):  # type: ignore[no-untyped-def]
+    while True:
+        yield from loader
+
+
+def _wait_for_ever() -> None:
+    while True:
+        time.sleep(1)
+
+
+if __name__ == "__main__":
+    main(Options(**json.loads(sys.argv[1])))

@@ -1,0 +1,175 @@
+"""The hook in every Python process under a launcher: it is there, it is told, and nobody else notices."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import timeit
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from reprieve.launch.hooks import HOOK, WHEN_IMPORTED, add_to, install
+from reprieve.launch.reports import Listener, Seen
+from reprieve.progress import report
+
+SMALL = """
+SEEN_BY_ITSELF = [type(__loader__).__name__, type(__spec__.loader).__name__, __spec__.loader is __loader__]
+value = 7
+"""
+NOTES = """
+def called(module):
+    loaders = module.__loader__, module.__spec__.loader
+    print("called", module.__name__, module.value, *(type(one).__name__ for one in loaders))
+"""
+INSTALL = "from reprieve.launch.hooks import install; install({'small': 'notes:called'}); "
+CALLED = "called small 7 SourceFileLoader SourceFileLoader"
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    one = Listener()
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def env(tmp_path: Path, listener: Listener) -> dict[str, str]:
+    """As the launcher makes it, with the user's own folder of modules."""
+    (tmp_path / "small.py").write_text(SMALL)
+    (tmp_path / "notes.py").write_text(NOTES)
+    made = {**os.environ, "PYTHONPATH": str(tmp_path), report.LAUNCHER: str(listener.path)}
+    add_to(made)
+    return made
+
+
+def python(code: str, env: dict[str, str], *options: str, executable: str = sys.executable) -> list[str]:
+    """What it prints. It must end well, and say nothing on stderr."""
+    ended = subprocess.run([executable, *options, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    return ended.stdout.splitlines()
+
+
+# The environment
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (None, [str(HOOK)]),
+        ("", [str(HOOK)]),
+        ("/a:/b", [str(HOOK), "/a", "/b"]),
+        (f"/a:{HOOK}:/b", [str(HOOK), "/a", "/b"]),
+    ],
+)
+def test_the_folder_comes_first_and_once(before: str | None, after: list[str]) -> None:
+    env = {} if before is None else {"PYTHONPATH": before}
+    add_to(env)
+    add_to(env)
+    assert env == {"PYTHONPATH": os.pathsep.join(after)}
+
+
+def test_the_hook_is_in_every_process_and_its_folder_is_not_on_the_path(env: dict[str, str]) -> None:
+    found = python("import sys; print(type(sys.meta_path[0]).__module__); print(*sys.path, sep='\\n')", env)
+    assert found[0] == "reprieve.launch.hooks"
+    assert str(HOOK) not in found
+    again = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import sys; print(sys.meta_path[0])'])"
+    assert "reprieve.launch.hooks" in python(again, env)[0], "also where a script starts another"
+
+
+def test_without_a_launcher_nothing_is_installed(env: dict[str, str]) -> None:
+    del env[report.LAUNCHER]
+    assert python("import sys; print('reprieve' in sys.modules)", env) == ["False"]
+
+
+def test_the_sitecustomize_of_the_user_still_runs_once(env: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys; print('mine'); sys.path.append('/added/by/mine')")
+    code = "import sys, sitecustomize; print(sitecustomize.__file__, '/added/by/mine' in sys.path, sys.meta_path[0])"
+    first, second = python(code, env)
+    assert first == "mine"
+    assert second.startswith(f"{tmp_path / 'sitecustomize.py'} True")
+    assert "reprieve.launch.hooks" in second
+
+
+def test_a_python_without_reprieve_still_starts(env: dict[str, str], tmp_path: Path) -> None:
+    venv.EnvBuilder(symlinks=True, with_pip=False).create(tmp_path / "bare")
+    bare = str(tmp_path / "bare" / "bin" / "python")
+    code = "import importlib.util, small; print(importlib.util.find_spec('reprieve'), small.value)"
+    assert python(code, env, executable=bare) == ["None 7"]
+
+
+@pytest.mark.parametrize("option", ["-S", "-I", "-E"])
+def test_a_python_that_leaves_the_hook_out_still_starts(option: str, env: dict[str, str]) -> None:
+    assert python("import sys; print('reprieve.launch.hooks' in sys.modules)", env, option) == ["False"]
+
+
+# What is told
+
+
+def test_an_import_of_torch_is_told(env: dict[str, str], listener: Listener) -> None:
+    """By the table as it is; of a process, not of a rank."""
+    assert set(WHEN_IMPORTED) == {"torch"}
+    python("import torch", env)
+    told = listener.read()
+    assert [one["event"] for one in told] == [report.TORCH]
+    seen = Seen()
+    seen.take(told[0])
+    assert seen.torch
+    assert not seen.ranks
+
+
+def test_to_tell_leaves_nothing_open(env: dict[str, str], listener: Listener) -> None:
+    python(
+        "import sys; from reprieve.launch.hooks import tell_torch; tell_torch(sys)", env, "-W", "error::ResourceWarning"
+    )
+    assert len(listener.read()) == 1
+
+
+def test_a_launcher_that_is_gone_disturbs_nobody(env: dict[str, str], tmp_path: Path) -> None:
+    env[report.LAUNCHER] = str(tmp_path / "gone")
+    assert python("import sys; from reprieve.launch.hooks import tell_torch; tell_torch(sys); print(1)", env) == ["1"]
+
+
+# The table
+
+
+def test_what_the_table_says_is_done_when_the_module_was_executed(env: dict[str, str]) -> None:
+    code = INSTALL + "import small; print(*small.SEEN_BY_ITSELF); print(type(small.__loader__).__name__)"
+    assert python(code, env) == [CALLED, "SourceFileLoader SourceFileLoader True", "SourceFileLoader"]
+
+
+def test_it_is_done_once(env: dict[str, str]) -> None:
+    code = INSTALL + "import sys, small, importlib; importlib.reload(small); del sys.modules['small']; import small"
+    assert python(code, env) == [CALLED]
+
+
+def test_a_module_that_is_there_already_is_seen_at_once(env: dict[str, str]) -> None:
+    assert python("import small; " + INSTALL, env) == [CALLED]
+
+
+def test_to_look_whether_a_module_is_there_is_not_to_import_it(env: dict[str, str]) -> None:
+    """As transformers and accelerate do with torch before they import it."""
+    code = INSTALL + "import importlib.util; print(importlib.util.find_spec('small').name); import small"
+    assert python(code, env) == ["small", CALLED]
+
+
+def test_a_module_that_is_not_there_is_not_found(env: dict[str, str]) -> None:
+    code = "from reprieve.launch.hooks import install; install({'not_there': 'notes:called'})\ntry: import not_there\n"
+    assert python(code + "except ModuleNotFoundError as error: print(error.name)", env) == ["not_there"]
+
+
+def test_the_source_and_the_files_of_a_module_can_be_read(env: dict[str, str]) -> None:
+    code = INSTALL + "import small, inspect; print('value = 7' in inspect.getsource(small))"
+    assert python(code, env) == [CALLED, "True"]
+
+
+def test_any_other_module_costs_next_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    install({"not_there": "notes:called"})
+    find_spec = sys.meta_path[0].find_spec
+    assert find_spec("json.decoder", None, None) is None
+    each = min(timeit.repeat(lambda: find_spec("json.decoder", None, None), number=1000, repeat=20)) / 1000
+    assert each < 5e-6

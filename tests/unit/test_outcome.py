@@ -1,0 +1,166 @@
+"""How an attempt ended, by what its ranks said and what its child did."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+
+from reprieve.launch.outcome import (
+    FAILED,
+    FINISHED,
+    HUNG,
+    NEEDS_A_PERSON,
+    NOT_FINISHED,
+    PAUSED,
+    PREEMPTED,
+    STOPPED,
+    Ended,
+    Outcome,
+    outcome,
+)  # fmt: skip
+from reprieve.launch.reports import Seen
+from reprieve.progress import report
+
+
+def told(event: str, rank: int = 0, **facts: Any) -> dict[str, Any]:
+    """As a Reporter sends it."""
+    return {"event": event, "pid": 100 + rank, "at": 50.0, "rank": rank, "world_size": 2, **facts}
+
+
+def seen(*reports: dict[str, Any]) -> Seen:
+    found = Seen()
+    for one in reports:
+        found.take(one)
+    return found
+
+
+STARTED = told(report.STARTED, checkpoints="/c", resumed=None, finished=False)
+RESUMED = told(report.STARTED, checkpoints="/c", resumed=7, finished=False)
+STEP_9 = told(report.STEP, step=9, done=0.5)
+FINISHED_10 = told(report.FINISHED, step=10)
+REFUSED = told(report.REFUSED, error="StateMismatch: another model")
+TORCH = told(report.TORCH, rank=-1, world_size=0)
+"""What the import hook tells: of a process, not of a rank."""
+
+
+def saved(step: int) -> dict[str, Any]:
+    return told(report.SAVED, step=step, path="/c/x", bytes=1, began=49.0, took=1.0)
+
+
+def stopped(step: int, *, was_saved: bool) -> dict[str, Any]:
+    return told(report.STOPPED, step=step, saved=was_saved, times={"agreed": 50.0})
+
+
+# Nobody asked it to stop
+
+
+def test_finished() -> None:
+    found = outcome(Ended(code=0, seen=seen(STARTED, STEP_9, FINISHED_10)))
+    assert found == Outcome(FINISHED, 0, "finished after 10 steps")
+
+
+def test_finished_before_it_was_started_again() -> None:
+    already = told(report.STARTED, checkpoints="/c", resumed=10, finished=True)
+    assert outcome(Ended(code=0, seen=seen(already))) == Outcome(FINISHED, 0, "finished after 10 steps")
+
+
+def test_a_command_that_told_nothing_is_believed() -> None:
+    assert outcome(Ended(code=0, seen=seen())) == Outcome(FINISHED, 0, "finished")
+
+
+def test_a_script_that_only_imports_torch_is_believed() -> None:
+    assert outcome(Ended(code=0, seen=seen(TORCH))) == Outcome(FINISHED, 0, "finished")
+
+
+def test_a_run_is_finished_when_its_ranks_are_whoever_else_imports_torch() -> None:
+    found = outcome(Ended(code=0, seen=seen(TORCH, STARTED, STEP_9, TORCH, FINISHED_10)))
+    assert found == Outcome(FINISHED, 0, "finished after 10 steps")
+
+
+@pytest.mark.parametrize(
+    "reports",
+    [(STARTED, STEP_9), (STARTED, told(report.STARTED, rank=1), STEP_9, FINISHED_10)],
+    ids=["the only rank", "one rank of two"],
+)
+def test_a_script_that_ends_in_the_middle_has_not_finished(reports: tuple[dict[str, Any], ...]) -> None:
+    found = outcome(Ended(code=0, seen=seen(*reports)))
+    assert (found.state, found.code, found.again) == (FAILED, NOT_FINISHED, False)
+    assert "not finished" in found.words
+    assert "run.finish()" in found.words
+
+
+@pytest.mark.parametrize("code", [0, 1, NEEDS_A_PERSON, -signal.SIGKILL])
+def test_what_a_rank_refused_needs_a_person_whatever_the_exit_code(code: int) -> None:
+    found = outcome(Ended(code=code, seen=seen(told(report.STARTING, checkpoints="/c"), REFUSED)))
+    assert found == Outcome(FAILED, NEEDS_A_PERSON, "it needs a person: StateMismatch: another model")
+
+
+def test_42_needs_a_person_though_nobody_said_why() -> None:
+    found = outcome(Ended(code=NEEDS_A_PERSON, seen=seen(STARTED)))
+    assert (found.state, found.code, found.again) == (FAILED, NEEDS_A_PERSON, False)
+
+
+@pytest.mark.parametrize(
+    ("code", "reports", "exit_code", "words"),
+    [
+        (3, (), 3, "failed with exit code 3"),
+        (1, (STARTED, STEP_9), 1, "failed with exit code 1 at step 9"),
+        (1, (STARTED, FINISHED_10), 1, "failed with exit code 1 at step 10"),
+        (143, (STARTED, STEP_9), 143, "failed with exit code 143 at step 9"),
+        (-signal.SIGSEGV, (STARTED, STEP_9), 139, "killed by SIGSEGV, when last heard of at step 9"),
+        (-signal.SIGKILL, (STARTED, STEP_9), 137, "killed by SIGKILL (out of memory?), when last heard of at step 9"),
+        (-signal.SIGKILL, (), 137, "killed by SIGKILL (out of memory?)"),
+        (-41, (), 169, "killed by signal 41"),
+    ],
+)
+def test_a_failure_has_the_codes_of_a_shell(
+    code: int, reports: tuple[dict[str, Any], ...], exit_code: int, words: str
+) -> None:
+    assert outcome(Ended(code=code, seen=seen(*reports))) == Outcome(FAILED, exit_code, words, again=True)
+
+
+def test_a_job_that_hung_is_tried_again() -> None:
+    found = outcome(Ended(code=-signal.SIGKILL, seen=seen(STARTED, STEP_9), hung_s=600.4, killed=True))
+    assert found == Outcome(HUNG, 137, "no step in 600 s: it hung after step 9, and was ended", again=True)
+
+
+# It was told to stop
+
+
+@pytest.mark.parametrize(
+    ("reports", "words"),
+    [
+        ((STARTED, STEP_9, FINISHED_10), "after training was finished, at step 10"),
+        ((STARTED, STEP_9, stopped(9, was_saved=True)), ": saved at step 9. The next start goes on from there"),
+        ((STARTED, STEP_9, saved(9), stopped(9, was_saved=False)), " at step 9, which was saved already."),
+        ((RESUMED, stopped(7, was_saved=False)), " at step 7, which was saved already."),
+        ((STARTED, saved(5), STEP_9), ": NOT SAVED. The next start goes on from step 5"),
+        ((STARTED, saved(5), STEP_9, stopped(9, was_saved=False)), ": NOT SAVED. The next start goes on from step 5"),
+        ((RESUMED, STEP_9), ": NOT SAVED. The next start goes on from step 7"),
+        ((STARTED, STEP_9), ": nothing new is saved."),
+        ((), ". Nothing in it was protected"),
+        ((TORCH,), ". Nothing in it was protected"),
+    ],
+)
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_stop_is_a_stop_and_says_what_is_saved(reports: tuple[dict[str, Any], ...], words: str, paused: bool) -> None:
+    for code in (0, 1, 143, NEEDS_A_PERSON, -signal.SIGTERM):
+        found = outcome(Ended(code=code, seen=seen(*reports), stop="SIGTERM", paused=paused))
+        assert (found.state, found.code, found.again) == (PAUSED if paused else PREEMPTED, STOPPED, False)
+        assert words in found.words
+        assert found.words.startswith("stopped by SIGTERM")
+        assert "killed" not in found.words
+
+
+def test_a_stop_that_took_too_long_says_so() -> None:
+    found = outcome(Ended(code=-signal.SIGKILL, seen=seen(STARTED, saved(5), STEP_9), stop="SIGHUP", killed=True))
+    assert (found.state, found.code) == (PREEMPTED, STOPPED)
+    assert found.words.startswith("stopped by SIGHUP: NOT SAVED")
+    assert found.words.endswith("It did not end in time, and was killed")
+
+
+def test_a_stop_comes_before_all_other_causes() -> None:
+    found = outcome(Ended(code=1, seen=seen(STARTED, REFUSED), stop="SIGTERM", hung_s=600))
+    assert (found.state, found.code) == (PREEMPTED, STOPPED)

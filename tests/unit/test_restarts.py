@@ -1,0 +1,92 @@
+"""Whether a run that failed is started again, and when."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from reprieve.launch.restarts import Again, Enough, Restarts
+
+JITTER = 0.25
+LONGEST_S = 60.0
+
+
+def failures(steps: list[int | None], allowed: int = 1000) -> list[Again | Enough]:
+    restarts = Restarts(allowed, random.Random(1))
+    return [restarts.after_failure(step) for step in steps]
+
+
+def waits(found: list[Again | Enough]) -> list[float]:
+    assert all(isinstance(one, Again) for one in found), found
+    return [one.wait_s for one in found if isinstance(one, Again)]
+
+
+def test_the_wait_doubles_up_to_a_minute() -> None:
+    expected = [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    for wait, middle in zip(waits(failures([None] * len(expected))), expected, strict=True):
+        assert middle * (1 - JITTER) <= wait <= middle * (1 + JITTER)
+
+
+def test_the_wait_stays_a_minute_however_often_it_fails() -> None:
+    assert waits(failures([None] * 3000, allowed=3000))[-1] <= LONGEST_S * (1 + JITTER)
+
+
+def test_jitter_spreads_over_a_quarter_both_ways() -> None:
+    first = [waits([Restarts(1, random.Random(seed)).after_failure(5)])[0] for seed in range(300)]
+    assert 1 - JITTER <= min(first) < 1 - 0.8 * JITTER
+    assert 1 + 0.8 * JITTER < max(first) <= 1 + JITTER
+
+
+def test_without_a_seed_two_runs_do_not_wait_alike() -> None:
+    assert len({waits([Restarts(1).after_failure(5)])[0] for _ in range(10)}) > 1
+
+
+@pytest.mark.parametrize("steps", [[5, 5, 5], [5, 4, 0], [0, 0, 0], [5, None, 5]])
+def test_three_attempts_without_progress_are_enough(steps: list[int | None]) -> None:
+    first, second, third = failures(steps)
+    assert isinstance(first, Again)
+    assert isinstance(second, Again)
+    assert isinstance(third, Enough)
+    assert third.reason.startswith(f"no progress: 3 attempts in a row ended at step {steps[0]} or before")
+
+
+def test_progress_begins_the_count_again() -> None:
+    found = failures([5, 5, 6, 6, 7, 7, 7])
+    assert [type(one) for one in found] == [Again] * 6 + [Enough]
+
+
+def test_progress_begins_the_waits_again() -> None:
+    found = waits(failures([5, 5, 6, 6, 7]))
+    for wait, middle in zip(found, [1, 2, 1, 2, 1], strict=True):
+        assert middle * (1 - JITTER) <= wait <= middle * (1 + JITTER)
+
+
+def test_progress_is_measured_against_the_furthest_step() -> None:
+    assert isinstance(failures([10, 8, 9])[-1], Enough), "9 is further than 8, but the run has been at 10"
+
+
+def test_as_often_as_is_allowed() -> None:
+    restarts = Restarts(2, random.Random(1))
+    assert isinstance(restarts.after_failure(1), Again)
+    assert isinstance(restarts.after_failure(2), Again)
+    assert restarts.used == 2
+    assert restarts.after_failure(3) == Enough("failed 3 times, 2 restarts allowed")
+    assert restarts.used == 2
+
+
+def test_where_none_is_allowed_there_is_nothing_to_explain() -> None:
+    restarts = Restarts(0)
+    assert [restarts.after_failure(5) for _ in range(4)] == [Enough("")] * 4
+    assert restarts.used == 0
+
+
+def test_attempts_that_did_not_say_how_far_they_got_are_not_stuck() -> None:
+    found = failures([None] * 10, allowed=9)
+    assert isinstance(found[8], Again)
+    assert found[9] == Enough("failed 10 times, 9 restarts allowed")
+
+
+def test_no_step_is_not_progress() -> None:
+    for wait, middle in zip(waits(failures([5, None, None])), [1, 2, 4], strict=True):
+        assert middle * (1 - JITTER) <= wait <= middle * (1 + JITTER)

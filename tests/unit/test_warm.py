@@ -1,0 +1,103 @@
+"""The newest checkpoint is read and checked while the command still imports torch."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from reprieve import Checkpointer
+from reprieve.checkpoint import reader
+from reprieve.launch.warm import Warming
+from reprieve.storage.disk import open_for_reading, read_from_cache
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Two checkpoints, not in memory."""
+    model = torch.nn.Linear(512, 512)
+    with Checkpointer(tmp_path / "checkpoints", model=model) as checkpointer:
+        for step in (10, 20):
+            checkpointer.save(step)
+    forget(tmp_path / "checkpoints")
+    return tmp_path / "checkpoints"
+
+
+def forget(root: Path) -> None:
+    for path in (path for path in root.rglob("*") if path.is_file()):
+        with path.open("rb") as file:
+            os.fdatasync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def in_memory(path: Path) -> bool:
+    file = open_for_reading(path, buffered=True)
+    try:
+        return read_from_cache(file, memoryview(bytearray(path.stat().st_size)), 0)
+    finally:
+        os.close(file.fd)
+
+
+def warmed(root: Path) -> None:
+    with Warming(str(root)):
+        wait_for_it()
+
+
+def wait_for_it() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "reprieve warm-up":
+            thread.join(60)
+
+
+def weights(root: Path, step: int) -> Path:
+    return root / f"checkpoint-{step}" / "model.safetensors"
+
+
+def test_the_newest_is_in_memory_afterwards(root: Path) -> None:
+    assert not in_memory(weights(root, 20))
+    warmed(root)
+    assert in_memory(weights(root, 20)) and not in_memory(weights(root, 10))
+
+
+def test_a_restore_asks_the_disk_for_nothing_then(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Path] = []
+    real = reader.read_into
+    monkeypatch.setattr(reader, "read_into", lambda file, *rest: asked.append(file.path) or real(file, *rest))
+
+    def restore() -> None:
+        asked.clear()
+        with Checkpointer(root, model=torch.nn.Linear(512, 512)) as checkpointer:
+            restored = checkpointer.restore()
+        assert restored is not None and restored.step == 20
+
+    restore()
+    assert weights(root, 20) in asked
+    warmed(root)
+    restore()
+    assert not asked
+
+
+def test_a_bad_one_is_told_of(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = weights(root, 20)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    warmed(root)
+    assert "checkpoint-20 is not valid" in capfd.readouterr().err
+
+
+def test_it_leaves_off_when_the_run_is_there(root: Path) -> None:
+    warming = Warming(str(root))
+    warming.leave_off()
+    with warming:
+        wait_for_it()
+    assert not in_memory(weights(root, 20))
+
+
+@pytest.mark.parametrize("folder", [None, "nowhere"])
+def test_nothing_to_read(tmp_path: Path, folder: str | None) -> None:
+    with Warming(None if folder is None else str(tmp_path / folder)):
+        pass
