@@ -4,6 +4,7 @@ python -m benchmarks                              everything, 2 GB, 5 rounds: ab
 python -m benchmarks --only save,peers.dcp_2      these (and the limit they are held against); other keys stay
 python -m benchmarks --only ranks,dcp,step        several ranks; DCP with our storage; the common step
 python -m benchmarks --only stop                  SIGTERM, and what a step costs: about 4 minutes
+python -m benchmarks --only launch                what the launcher costs, and how soon a resumed run trains
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks import common_step, dcp, disk, engine, peers, ranks, results, stop
+from benchmarks import common_step, dcp, disk, engine, launch, peers, ranks, results, stop
 from benchmarks.measure import Job, can_drop_caches, measure
 from benchmarks.memory import OURS, extra_mib
 from benchmarks.state import TrainingState, shape_of
@@ -115,7 +116,13 @@ def _stop(folder: Path, options: argparse.Namespace) -> dict[str, float]:
     return found
 
 
-PARTS = {"ranks": _ranks, "dcp": _dcp, "step": _step, "stop": _stop}
+def _launch(folder: Path, options: argparse.Namespace) -> dict[str, float]:
+    found = launch.figures(folder, options.rounds, options.size)
+    launch.show(found)
+    return found
+
+
+PARTS = {"ranks": _ranks, "dcp": _dcp, "step": _step, "stop": _stop, "launch": _launch}
 """What is measured in processes of its own."""
 
 

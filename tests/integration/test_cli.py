@@ -14,6 +14,7 @@ import torch
 
 import reprieve
 from reprieve import Checkpointer
+from reprieve.cli import COMMANDS
 
 COMMAND = [str(Path(sys.executable).with_name("reprieve"))]
 
@@ -86,17 +87,16 @@ def test_bad_input_is_an_error_that_names_it(tmp_path: Path) -> None:
 
 
 def test_help_has_examples() -> None:
-    for command in ("ls", "show", "verify"):
-        assert "Example: reprieve" in run(command, "--help").stdout
+    for command in COMMANDS:
+        shown = run(command, "--help").stdout
+        assert re.search(rf"examples?:\s+([A-Z_]+=\w+ )?reprieve {command}", shown), shown
+    everything = run("--help").stdout
+    assert all(command in everything for command in COMMANDS) and "reprieve run" in everything
     assert run("--version").stdout.strip() == reprieve.__version__
 
 
 def test_nothing_here_imports_torch(folder: Path) -> None:
-    code = (
-        "import sys; from reprieve.cli import app\n"
-        "app(sys.argv[1:], result_action='return_value')\n"
-        "print('torch' in sys.modules)\n"
-    )
+    code = "import sys; from reprieve.cli import execute\nexecute(sys.argv[1:])\nprint('torch' in sys.modules)\n"
     for args in (["ls", str(folder)], ["verify", str(folder / "checkpoint-10")]):
         done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=60)
         assert done.stdout.splitlines()[-1] == "False", done.stderr

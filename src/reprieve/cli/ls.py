@@ -1,10 +1,15 @@
-"""`reprieve ls`: what is in a checkpoint folder."""
+"""`reprieve ls`: the checkpoints in a folder, newest first: step, age, size, and valid or why not.
+
+Looks at manifests and sizes only; `reprieve verify` reads every byte.
+
+example: reprieve ls checkpoints
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from argparse import ArgumentParser, Namespace
+from typing import TYPE_CHECKING, Any
 
-from cyclopts import Parameter
 from rich.table import Table
 
 from reprieve.cli.output import ago, data, print_json, talk
@@ -15,26 +20,18 @@ if TYPE_CHECKING:
     from reprieve.checkpoint.survey import Found
 
 
-def ls(folder: str, /, *, as_json: Annotated[bool, Parameter(name="--json", negative="")] = False) -> int:
-    """List the checkpoints in a folder, newest first: step, age, size, and valid or why not.
+def arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("folder", help="the checkpoint folder")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
-    Looks at manifests and sizes only; `reprieve verify` reads every byte.
 
-    Example: reprieve ls checkpoints
-
-    Parameters
-    ----------
-    folder
-        The checkpoint folder.
-    as_json
-        Print JSON.
-    """
-    found = checkpoints_at(folder)
-    if as_json:
+def main(args: Namespace) -> int:
+    found = checkpoints_at(args.folder)
+    if args.json:
         print_json([as_dict(one) for one in found])
         return 0
     if not found:
-        talk.print(f"no checkpoints in {folder}")
+        talk.print(f"no checkpoints in {args.folder}")
         return 0
     table = Table(box=None, pad_edge=False)
     for heading, justify in (("checkpoint", "left"), ("step", "right"), ("epoch", "right"), ("saved", "right"),

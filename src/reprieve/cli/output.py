@@ -24,3 +24,12 @@ def ago(moment: datetime) -> str:
         if seconds >= size:
             return f"{seconds / size:.0f} {name} ago"
     return f"{max(0, seconds):.0f} s ago"
+
+
+def duration(seconds: float) -> str:
+    """`1 h 05 min`, `3 min 20 s`, `8.2 s`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    if seconds < 3600:
+        return f"{seconds // 60:.0f} min {seconds % 60:02.0f} s"
+    return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:02.0f} min"

@@ -1,10 +1,12 @@
-"""`reprieve show`: what one checkpoint says of itself."""
+"""`reprieve show`: what one checkpoint says of itself: run, attempt, what it continued from, versions, metrics, files.
+
+example: reprieve show checkpoints/checkpoint-500
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+from argparse import ArgumentParser, Namespace
 
-from cyclopts import Parameter
 from rich.table import Table
 
 from reprieve.cli.ls import as_dict
@@ -14,23 +16,17 @@ from reprieve.config import format_size
 from reprieve.errors import ConfigError
 
 
-def show(checkpoint: str, /, *, as_json: Annotated[bool, Parameter(name="--json", negative="")] = False) -> int:
-    """Show one checkpoint: run, attempt, what it continued from, versions, metrics and files.
+def arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("checkpoint", help="a checkpoint, or a folder of them: then its newest")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
-    Example: reprieve show checkpoints/checkpoint-500
 
-    Parameters
-    ----------
-    checkpoint
-        A checkpoint, or a folder of them: then its newest.
-    as_json
-        Print JSON.
-    """
-    found = checkpoints_at(checkpoint)
+def main(args: Namespace) -> int:
+    found = checkpoints_at(args.checkpoint)
     if not found:
-        raise ConfigError(f"no checkpoints in {checkpoint}")
+        raise ConfigError(f"no checkpoints in {args.checkpoint}")
     one, manifest = found[0], found[0].manifest
-    if as_json:
+    if args.json:
         files = {name: {"bytes": entry.bytes, "xxh3_128": entry.xxh3_128} for name, entry in manifest.files.items()} \
             if manifest else None  # fmt: skip
         print_json(

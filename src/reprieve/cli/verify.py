@@ -1,11 +1,16 @@
-"""`reprieve verify`: read every byte of checkpoints and say whether they are what was saved."""
+"""`reprieve verify`: read every byte of checkpoints and say whether they are what was saved.
+
+Exit 1 if any is not valid. Checkpoints that were set aside are known to be bad: they are read only if named.
+
+example: reprieve verify checkpoints/checkpoint-500
+"""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from argparse import ArgumentParser, Namespace
+from typing import TYPE_CHECKING, Any
 
-from cyclopts import Parameter
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from reprieve.cli.output import data, print_json, talk
@@ -16,29 +21,21 @@ if TYPE_CHECKING:
     from reprieve.checkpoint.survey import Found
 
 
-def verify(target: str, /, *, as_json: Annotated[bool, Parameter(name="--json", negative="")] = False) -> int:
-    """Read every byte of a checkpoint, or of all in a folder, against the manifests. Exit 1 if any is not valid.
+def arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("target", help="a checkpoint, or a folder of them")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
-    Checkpoints that were set aside are known to be bad: they are read only if named.
 
-    Example: reprieve verify checkpoints/checkpoint-500
-
-    Parameters
-    ----------
-    target
-        A checkpoint, or a folder of them.
-    as_json
-        Print JSON.
-    """
-    found = checkpoints_at(target)
+def main(args: Namespace) -> int:
+    found = checkpoints_at(args.target)
     if len(found) > 1:
         found = [one for one in found if not one.set_aside]
     if not found:
-        talk.print(f"no checkpoints in {target}")
+        talk.print(f"no checkpoints in {args.target}")
     results = [_verify_one(one) for one in found]
-    if as_json:
+    if args.json:
         print_json(results)
-    for result in results if not as_json else ():
+    for result in results if not args.json else ():
         if result["problem"] is None:
             speed = f"{result['bytes'] / max(result['seconds'], 1e-9) / 1e9:.2f} GB/s"
             data.print(f"{result['path']}: [green]valid[/] ({result['bytes']:,} bytes, {speed})", highlight=False)

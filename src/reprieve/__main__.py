@@ -1,0 +1,5 @@
+"""`python -m reprieve`."""
+
+from reprieve.cli import main
+
+main()

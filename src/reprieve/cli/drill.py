@@ -1,0 +1,98 @@
+"""`reprieve drill`: would the job survive a preemption?
+
+Starts the job in a scratch folder, preempts it after a few steps, starts it again and compares. Says whether the job
+survives its grace period and by how much, what took the time, and what to change. Exit 0 only if it survives. The job's
+own checkpoints are not touched; what the script writes elsewhere, it writes.
+
+examples:
+  reprieve drill --grace 30s python train.py
+  reprieve drill --grace 2m --json torchrun --nproc-per-node 2 train.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from argparse import REMAINDER, ArgumentParser, Namespace
+from collections.abc import Callable, Iterator
+
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from reprieve.cli.output import data, print_json, talk
+from reprieve.config import format_size, parse_duration
+from reprieve.errors import ConfigError
+from reprieve.launch.command import NotFound, parse
+from reprieve.launch.drill import USUAL, Drill, Report
+from reprieve.launch.words import say
+from reprieve.preemption.deadline import grace_period
+from reprieve.settings import resolve
+
+
+def arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--grace", help="the grace period to survive [REPRIEVE_GRACE; else the platform's, else 30s]")
+    parser.add_argument("--steps", type=int, default=3, help="how many steps to train before the signal (3)")
+    parser.add_argument(
+        "--checkpoints", help="folder of the checkpoints, where the script leaves it open [CHECKPOINT_URI]"
+    )
+    parser.add_argument("--timeout", default="15m", help="how long a start, or a stop, may take (15m)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("command", nargs=REMAINDER, metavar="COMMAND…", help="the job, as for reprieve run")
+
+
+def main(args: Namespace) -> int:
+    if args.steps < 1:
+        raise ConfigError("--steps: at least 1, or there is nothing to save")
+    settings = resolve({"checkpoints": args.checkpoints, "grace": args.grace})
+    known = grace_period(args.grace)
+    period = known.period or USUAL
+    source = known.source if known.period is not None else "nothing is known of this platform: 30 s are usual"
+    try:
+        job = Drill(parse(args.command), settings, os.environ, args.steps, parse_duration(args.timeout), say, _copying)
+    except NotFound as error:
+        say(str(error))
+        return error.code
+    report = job.run(Report(period.total_seconds(), source))
+    if args.json:
+        print_json(report.as_dict())
+    else:
+        _show(report)
+    return 0 if report.survives else 1
+
+
+_EQUAL = {True: "state equal, bit for bit", False: "STATE NOT EQUAL", None: ""}
+
+
+@contextlib.contextmanager
+def _copying(total: int) -> Iterator[Callable[[int], None]]:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=talk, transient=True) as bar:
+        task = bar.add_task("copying the newest checkpoint", total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+def _show(report: Report) -> None:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    table.add_column()
+    size = f"{format_size(report.bytes)}" if report.bytes else ""
+    ranks = f"{report.ranks} rank{'s' * (report.ranks != 1)}, step {report.step}"
+    for name, seconds, note in (
+        ("signal → all ranks at one step", report.agreement_s, ranks),
+        ("→ durable", report.save_s, size),
+        ("→ everything gone", report.exit_s, ""),
+        ("in all", report.needed_s, ""),
+        ("grace period", report.grace_s, report.grace_from),
+        ("margin", report.margin_s, ""),
+        ("next start → first step", report.restart_s, _EQUAL[report.equal]),
+    ):  # fmt: skip
+        table.add_row(name, f"{seconds:.2f} s", note)
+    data.print(table, highlight=False)
+    if report.survives:
+        data.print(f"[green]survives[/] a preemption with {report.margin_s:.1f} s to spare", highlight=False)
+    for problem in report.problems:
+        data.print(f"[red]does not survive[/]: {escape(problem)}", highlight=False)
+    for one in report.advice:
+        data.print(f"  to change: {one}", highlight=False)

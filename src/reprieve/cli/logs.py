@@ -1,0 +1,63 @@
+"""`reprieve logs`: what a run printed, over all its starts.
+
+example: reprieve logs --follow train-3f2a1b
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from reprieve.errors import ConfigError
+from reprieve.launch.record import Runs
+
+_LOOK_S = 0.2
+_BYTES = 2**20
+
+
+def arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("run", help="the run's name; reprieve status lists them")
+    parser.add_argument("-n", "--lines", type=int, help="only so many of the last lines")
+    parser.add_argument("-f", "--follow", action="store_true", help="go on as more is printed, until the run ends")
+
+
+def main(args: Namespace) -> int:
+    run: str = args.run
+    runs = Runs()
+    record, folder = runs.find(run), runs.folder(run)
+    paths = [path for path in (folder / "log.1", folder / "log") if path.exists()]
+    if not paths:
+        raise ConfigError(f"{run} has no log: nothing was printed, or {folder} could not be written")
+    printed = [path.read_bytes() for path in paths]
+    _print(b"".join(printed), args.lines)
+    at = len(printed[-1])
+    while args.follow:
+        alive = record.alive
+        at = _print_from(folder / "log", at)
+        if not alive:
+            return 0
+        time.sleep(_LOOK_S)
+        record = runs.find(run)
+    return 0
+
+
+def _print(data: bytes, lines: int | None) -> None:
+    if lines is not None:
+        data = b"".join(data.splitlines(keepends=True)[-lines:] if lines > 0 else [])
+    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()
+
+
+def _print_from(path: Path, at: int) -> int:
+    """What is new; where it ends. A log that was begun anew is read from its start."""
+    if not path.exists():
+        return 0
+    if path.stat().st_size < at:
+        at = 0
+    with path.open("rb") as file:
+        file.seek(at)
+        while data := file.read(_BYTES):
+            _print(data, None)
+        return file.tell()

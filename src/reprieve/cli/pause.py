@@ -1,0 +1,43 @@
+"""`reprieve pause`: save a run and stop it. `reprieve resume` starts it again.
+
+example: reprieve pause train-3f2a1b
+"""
+
+from __future__ import annotations
+
+import time
+from argparse import ArgumentParser, Namespace
+
+from reprieve.cli.output import talk
+from reprieve.errors import ConfigError
+from reprieve.launch.outcome import PAUSED
+from reprieve.launch.record import Runs
+from reprieve.launch.reports import PAUSE, tell
+
+_LOOK_S = 0.05
+
+
+def arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("run", help="the run's name; reprieve status lists them")
+    parser.add_argument("--no-wait", action="store_true", help="do not wait until it has stopped")
+
+
+def main(args: Namespace) -> int:
+    run: str = args.run
+    runs = Runs()
+    record = runs.find(run)
+    if not record.alive:
+        raise ConfigError(f"{run} is not running: {record.state_now}")
+    if not tell(record.socket, PAUSE):
+        raise ConfigError(
+            f"{run} does not answer (its launcher has pid {record.pid}): kill -TERM {record.pid} stops it, too"
+        )
+    if args.no_wait:
+        return 0
+    with talk.status(f"{run} is saving …"):
+        while record.alive:
+            time.sleep(_LOOK_S)
+            record = runs.find(run)
+    record = runs.find(run)
+    talk.print(f"{record.reason}. Go on with: reprieve resume {run}" if record.state == PAUSED else record.reason)
+    return 0 if record.state == PAUSED else 1
