@@ -51,6 +51,19 @@ def test_pause_and_resume_again_and_again(lab: Lab) -> None:
     assert [plain.seen(rank) for rank in range(2)] == [lab.seen(rank) for rank in range(2)]
 
 
+def test_a_run_that_nobody_gave_a_name(lab: Lab) -> None:
+    launched = lab.start(lab.python(steps=120, step_s=0.05))
+    until(lambda: lab.steps() >= 3, launched)
+    name = lab.only_run()["name"]
+    lab.reprieve("pause", name)
+    assert launched.wait().code == 143
+    stopped_at = lab.steps()
+    again = lab.reprieve("resume", name)
+    one = lab.only_run()
+    assert (one["name"], one["state"], one["step"], one["attempts"]) == (name, "finished", 120, 2), str(again)
+    assert stopped_at < lab.steps() == 120
+
+
 def test_what_is_stored_of_the_environment(lab: Lab) -> None:
     """All that is needed to start it again, and no secret."""
     lab.env |= {"LEARNING_RATE": "0.1", "HF_TOKEN": "hf_abcdefghijklmnop", "PROXY": "http://me:hidden1234@proxy"}

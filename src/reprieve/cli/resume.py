@@ -40,7 +40,7 @@ def main(args: Namespace) -> int:
     if args.detach:
         return start_detached(["resume", run])
     _enter(record)
-    return launch(tuple(record.command), resolve({**record.settings, "name": record.name}))
+    return launch(tuple(record.command), resolve(record.settings), name=record.name)
 
 
 def _enter(record: Record) -> None:

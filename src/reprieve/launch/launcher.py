@@ -47,6 +47,8 @@ class Launcher:
 
     command: Command
     settings: Settings
+    name: str | None = None
+    """Of a run that is resumed. Its checkpoints know it by `settings.name`, if its user gave it one."""
     runs: Runs = field(default_factory=Runs)
     env: Mapping[str, str] = field(default_factory=lambda: os.environ)
     grace: Grace = field(init=False)
@@ -64,8 +66,10 @@ class Launcher:
         _open_standard_streams()
         become_subreaper()
         self.grace = grace_period(self.settings.grace, self.env)
-        name = self.settings.name or default_name(
-            self.command.script, self.command.words, str(Path.cwd()), self.settings.checkpoints
+        name = (
+            self.name
+            or self.settings.name
+            or default_name(self.command.script, self.command.words, str(Path.cwd()), self.settings.checkpoints)
         )
         with Signals() as signals, self.runs.hold(name) as self._folder:
             self._listener = Listener()
@@ -146,7 +150,7 @@ class Launcher:
         options = {
             name: KINDS[name].write(getattr(self.settings, name))
             for name in KINDS
-            if name not in ("fresh", "name") and self.settings.sources[name].startswith("--")
+            if name != "fresh" and self.settings.sources[name].startswith("--")
             and getattr(self.settings, name) is not None
         }  # fmt: skip
         fresh = Record(
