@@ -48,7 +48,7 @@ def _duration(text: str) -> timedelta:
     return parse_duration(float(text) if re.fullmatch(r"[0-9]+(\.[0-9]*)?", text.strip()) else text)
 
 
-def _duration_or_none(text: str) -> timedelta:
+def _duration_or_zero(text: str) -> timedelta:
     return timedelta(0) if text.strip() in ("0", "0s") else _duration(text)
 
 
@@ -80,7 +80,7 @@ KINDS: Mapping[str, _Kind] = {
     "keep": _Kind("CHECKPOINT_MAX_RETAIN", 3, _keep, "how many checkpoints to keep, or all"),
     "fresh": _Kind("CHECKPOINT_RESUME", False, lambda text: not _truth(text), "start over", _resumes),
     "grace": _Kind("REPRIEVE_GRACE", None, _duration, "time from the signal to the kill", _seconds),
-    "kill_wait": _Kind("REPRIEVE_KILL_WAIT", timedelta(0), _duration_or_none, "go on so long after it", _seconds),
+    "kill_wait": _Kind("REPRIEVE_KILL_WAIT", timedelta(0), _duration_or_zero, "go on so long after it", _seconds),
     "name": _Kind("REPRIEVE_RUN", None, str, "the run's name"),
     "restarts": _Kind("REPRIEVE_RESTARTS", 0, _count, "how many failures to start again after"),
     "hang": _Kind("REPRIEVE_HANG", None, _duration, "restart after so long without a step", _seconds),
@@ -118,13 +118,13 @@ class Settings:
         return found
 
 
-def resolve(given: Mapping[str, Any], env: Mapping[str, str] = os.environ, *, prefix: str = "--") -> Settings:
+def resolve(given: Mapping[str, Any], env: Mapping[str, str] = os.environ, *, options: bool = True) -> Settings:
     """`given`: arguments by name, None for those that were not given; text is parsed as it is in the environment.
-    `prefix`: how the caller's user writes an argument, for messages."""
+    `options`: they are those of a command line, not of a function; for messages."""
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for name, kind in KINDS.items():
-        argument = f"{prefix}{name.replace('_', '-')}" if prefix == "--" else f"{name}="
+        argument = f"--{name.replace('_', '-')}" if options else f"{name}="
         told = given.get(name)
         if told is not None:
             values[name], sources[name] = _parsed(kind.parse, told, argument), argument

@@ -144,10 +144,9 @@ def test_as_the_first_process_of_a_namespace(lab: Lab) -> None:
     [first] = [
         pid for pid in processes_with(str(lab.job)) if "reprieve" in _words(pid) and "unshare" not in _words(pid)
     ]
-    states = [_stat(pid)[0] for pid in processes_with("")]
     namespace = os.readlink(f"/proc/{first}/ns/pid")
     ours = [pid for pid in processes_with(str(lab.job)) if os.readlink(f"/proc/{pid}/ns/pid") == namespace]
-    assert len(ours) >= 3 and states  # the launcher, the job, and what it has left behind
+    assert len(ours) >= 3  # the launcher, the job, and what it has left behind
     zombies = [
         entry.name for entry in Path("/proc").iterdir()
         if entry.name.isdigit() and _stat(int(entry.name))[:1] == ["Z"] and _stat(int(entry.name))[1] == str(first)

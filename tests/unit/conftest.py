@@ -8,10 +8,20 @@ import pytest
 import torch
 from helpers import FakeClock
 
+from reprieve.launch.reports import Listener
+
 
 @pytest.fixture
 def clock() -> FakeClock:
     return FakeClock()
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    """A launcher's ear."""
+    one = Listener()
+    yield one
+    one.close()
 
 
 @pytest.fixture

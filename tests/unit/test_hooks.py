@@ -7,7 +7,6 @@ import subprocess
 import sys
 import timeit
 import venv
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,13 +26,6 @@ def called(module):
 """
 INSTALL = "from reprieve.launch.hooks import install; install({'small': 'notes:called'}); "
 CALLED = "called small 7 SourceFileLoader SourceFileLoader"
-
-
-@pytest.fixture
-def listener() -> Iterator[Listener]:
-    one = Listener()
-    yield one
-    one.close()
 
 
 @pytest.fixture

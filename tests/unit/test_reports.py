@@ -36,13 +36,6 @@ reporter.tell("finished", step=3)
 
 
 @pytest.fixture
-def listener() -> Iterator[Listener]:
-    one = Listener()
-    yield one
-    one.close()
-
-
-@pytest.fixture
 def reporter(listener: Listener) -> Iterator[Callable[..., Reporter]]:
     """Makes one; by default of rank 0 of 2."""
     made: list[Reporter] = []

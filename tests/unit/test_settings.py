@@ -51,7 +51,7 @@ def test_argument_then_environment_then_default(
 
 
 def test_an_argument_that_is_no_text_is_taken_as_it_is() -> None:
-    settings = resolve({"keep": 7, "grace": MINUTE, "every": 500}, {}, prefix="")
+    settings = resolve({"keep": 7, "grace": MINUTE, "every": 500}, {}, options=False)
     assert (settings.keep, settings.grace, settings.every) == (7, MINUTE, 500)
     assert settings.sources["keep"] == "keep="
 
@@ -120,7 +120,7 @@ def test_a_bad_value_names_the_argument_or_the_variable(name: str, text: str) ->
     with pytest.raises(ConfigError, match=f"^--{name.replace('_', '-')}: "):
         resolve({name: text}, {})
     with pytest.raises(ConfigError, match=f"^{name}=: "):
-        resolve({name: text}, {}, prefix="")
+        resolve({name: text}, {}, options=False)
     with pytest.raises(ConfigError, match=f"^{KINDS[name].env}: "):
         resolve({}, {KINDS[name].env: text})
 

@@ -80,6 +80,19 @@ def test_a_restore_asks_the_disk_for_nothing_then(root: Path, monkeypatch: pytes
     assert not asked
 
 
+def test_what_came_from_memory_was_not_read_back(root: Path) -> None:
+    """Nothing older may go on its account: the medium may hold something else."""
+
+    def read_back() -> int | None:
+        with Checkpointer(root, model=torch.nn.Linear(512, 512)) as checkpointer:
+            checkpointer.restore()
+            return checkpointer._retiring.verified
+
+    assert read_back() == 20
+    warmed(root)
+    assert read_back() is None
+
+
 def test_a_bad_one_is_told_of(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = weights(root, 20)
     data = bytearray(path.read_bytes())

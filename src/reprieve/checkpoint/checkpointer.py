@@ -473,8 +473,8 @@ class Checkpointer:
         found, values = restored
         self._parent = found.path.name
         self._retiring.newest = found.step
-        if found.manifest is not None and found.manifest.world_size == self._ranks.world_size:
-            self._retiring.verified = found.step  # every byte of it was read
+        if job.from_medium and found.manifest is not None and found.manifest.world_size == self._ranks.world_size:
+            self._retiring.verified = found.step  # every byte of it was read back
         self.schedule.saved(found.step)
         manifest = found.manifest
         return Restored(

@@ -100,8 +100,8 @@ class CheckpointFile:
         self._entry = entry
         self._file = open_for_reading(folder / name, buffered=reader.cache is Cache.FILL)
         self._cached = open_for_reading(folder / name, buffered=True) if reader.cache is Cache.USE else None
-        self._looked: list[OpenFile] = []
-        """Closed with the file: other threads may be reading them."""
+        self._warm = self._cached is not None
+        """Perhaps: until a look into the page cache has found nothing."""
         self.size = os.fstat(self._file.fd).st_size
         if entry is not None and self.size != entry.bytes:
             self.close()
@@ -132,11 +132,11 @@ class CheckpointFile:
     def load(self, span: Span, block: Block) -> None:
         """Blocks from the disk. Not verified yet."""
         start, length = span.start, span.length
-        if (cached := self._cached) is not None:
-            if read_from_cache(cached, block.view[:length], start):
+        if self._warm and self._cached is not None:
+            if read_from_cache(self._cached, block.view[:length], start):
+                self._reader.from_medium = False
                 return
-            self._cached = None  # not warm, or not as far: one look is enough
-            self._looked.append(cached)
+            self._warm = False
         wanted = -(-length // PAGE) * PAGE if self._file.direct else length
         try:
             done = read_into(self._file, block.view[:wanted], start)
@@ -217,10 +217,10 @@ class CheckpointFile:
         )
 
     def close(self) -> None:
-        looked, self._looked = [*self._looked, *([self._cached] if self._cached else ())], []
-        file, self._file, self._cached = self._file, OpenFile(self._file.path, -1, False), None
-        for one in (file, *{id(one): one for one in looked}.values()):
-            if one.fd >= 0:
+        file, self._file = self._file, OpenFile(self._file.path, -1, False)
+        cached, self._cached = self._cached, None
+        for one in (file, cached):
+            if one is not None and one.fd >= 0:
                 os.close(one.fd)
 
 
@@ -236,6 +236,8 @@ class Reader:
             )
         self.pool = pool
         self.cache = cache
+        self.from_medium = cache is not Cache.FILL
+        """Did every byte so far come from there, and not from memory?"""
         self.block_bytes = block_bytes
         self._folder = folder
         self._files: dict[str, CheckpointFile] = {}

@@ -129,6 +129,11 @@ class Restoring:
             step()
         return self._values
 
+    @property
+    def from_medium(self) -> bool:
+        """Did all that was read come from there, and not from memory?"""
+        return self._reader.from_medium
+
     # Files
 
     def _has(self, name: str) -> bool:

@@ -106,6 +106,8 @@ class Resume:
         self._candidates: list[Found] | None = None
         self.passed_over: list[PassedOver] = []
         """Newer checkpoints that could not be used, and why."""
+        self.from_medium = False
+        """Did all ranks read the checkpoint from there, and none of it from memory?"""
         self.finished: Any = None
         """What the folder says of the run, if it was finished with the checkpoint that was restored."""
 
@@ -193,7 +195,12 @@ class Resume:
             assert job is not None
             values: dict[str, Any] = {}
             restoring = job
-            self._ranks.agree("apply", lambda: values.update(restoring.apply()))
+
+            def apply() -> bool:
+                values.update(restoring.apply())
+                return restoring.from_medium
+
+            self.from_medium = all(self._ranks.agree("apply", apply))
             return found, values, []
 
     def _try(self, name: str, work: Callable[[], Any]) -> tuple[list[Any], list[str]]:

@@ -39,8 +39,8 @@ _AFTER_CHILD_S = 2.0
 """How long what the child leaves behind may take to end when it is asked to."""
 _ORPHANED_S = 30.0
 """The same for ranks: they save. Where no grace period is known, what Kubernetes gives."""
-_HUNG_S = 10.0
-"""How long a job that hangs may take to end, when asked to: perhaps one of its ranks can still say why."""
+_ASKED_S = 10.0
+"""How long a job that hangs, or cannot start, may take to end when asked to: perhaps a rank can still say why."""
 _REFUSED_S = 2.0
 """How long after a rank has said that it cannot start the command may take to end by itself."""
 _STACKS_S = 1.0
@@ -204,7 +204,7 @@ class Attempt:
                 self._tell_to_stop()
         elif self._refused_at is not None and self._end_by is None and now - self._refused_at > _REFUSED_S:
             # It has had time to say why; torchrun would start it again in place.
-            self._end_by = now + _HUNG_S
+            self._end_by = now + _ASKED_S
             self._tell_to_stop()
         elif self.hang is not None and self.stop is None and self.hung_s is None:
             last = self.seen.heard_at()
@@ -229,7 +229,7 @@ class Attempt:
         for pid in sorted(self.child.alive(self.seen.pids)):
             self.child.signal_one(signal.SIGQUIT, pid)  # a rank answers with its stacks, on stderr
         time.sleep(_STACKS_S)
-        self._end_by = time.monotonic() + _HUNG_S
+        self._end_by = time.monotonic() + _ASKED_S
         self._tell_to_stop()
 
     def _kill(self) -> None:

@@ -86,8 +86,7 @@ class Launcher:
             ended = self._attempt(signals, output, first=restarts.used == 0)
             if not ended.again:
                 break
-            seen_any = self._record.attempts[-1].to_step
-            again = restarts.after_failure(seen_any)
+            again = restarts.after_failure(self._record.attempts[-1].to_step)
             if not isinstance(again, Again):
                 reason = f"{ended.words}. {again.reason}" if again.reason else ended.words
                 ended = Outcome(ended.state, ended.code, reason)

@@ -103,7 +103,7 @@ class Run:
     ) -> None:
         ending.prepare()
         given = {"checkpoints": uri and os.fspath(uri), "every": every, "keep": keep, "name": run, "fresh": fresh}
-        settings = resolve({**given, "kill_wait": _waiting(kill_wait)}, prefix="")
+        settings = resolve({**given, "kill_wait": _waiting(kill_wait)}, options=False)
         if settings.checkpoints is None:
             raise ConfigError("where do the checkpoints go? Run('checkpoints', …), or CHECKPOINT_URI")
         root = for_run(settings.checkpoints)
