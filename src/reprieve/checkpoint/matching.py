@@ -1,8 +1,7 @@
 """Which saved storages can be read straight into live memory: a saved tree beside a live one.
 
-Most trees are the same in both, so a pickled one is loaded over the live storages in the order in which these come, and
-what comes out is held against the live tree. Where they differ it is loaded twice: first with storages that have no
-memory, to learn its structure and find the live tensors that match it, then with those that the bytes are read into.
+A pickled tree is loaded twice: first with storages that have no memory, to learn its structure and find the live
+tensors that match it, then with the storages that the bytes are read into.
 """
 
 from __future__ import annotations
@@ -16,31 +15,6 @@ import torch
 from reprieve.checkpoint.shards import is_sharded
 from reprieve.checkpoint.torch_file import tensors_in
 from reprieve.checkpoint.torch_load import Storages, TorchFile, meta_storage
-
-
-def load_over(file: TorchFile, live: Any) -> tuple[Any, dict[str, torch.UntypedStorage]] | None:
-    """The saved tree over the storages of the live one, and these by their saved keys. None if they differ: nothing has
-    happened then."""
-    tensors = dict(tensors_in(live))
-    if not tensors or any(one.layout is not torch.strided or is_sharded(one) for one in tensors.values()):
-        return None
-    in_order = iter({(own := one.untyped_storage())._cdata: own for one in tensors.values()}.values())
-    taken: dict[str, torch.UntypedStorage] = {}
-
-    def storage(key: str, size: int, location: str) -> torch.UntypedStorage:
-        found = next(in_order, None)
-        if found is None or found.nbytes() != size:
-            return meta_storage(key, size, location)
-        taken[key] = found
-        return found
-
-    sparse: list[torch.Tensor] = []
-    tree = file.load(once(storage), sparse)
-    saved = dict(tensors_in(tree))
-    same = saved.keys() == tensors.keys() and len(taken) == len(tensors) and not sparse
-    if not same or not all(_over(one, tensors[path]) for path, one in saved.items()):
-        return None
-    return tree, taken
 
 
 def matching_storages(file: TorchFile, live: Any) -> dict[str, torch.UntypedStorage]:
@@ -106,10 +80,6 @@ def _structure(file: TorchFile) -> tuple[Any, Callable[[torch.Tensor], str | Non
 
     tree = file.load(once(storage))
     return tree, lambda tensor: held.get(tensor.untyped_storage()._cdata, (None, None))[0]
-
-
-def _over(saved: torch.Tensor, live: torch.Tensor) -> bool:
-    return saved.untyped_storage()._cdata == live.untyped_storage()._cdata and _same_layout(saved, live)
 
 
 def _same_layout(saved: torch.Tensor, live: torch.Tensor) -> bool:

@@ -23,7 +23,7 @@ import torch
 from reprieve.checkpoint.blocks import BLOCK_BYTES, BlockPool
 from reprieve.checkpoint.garbage import collection_paused
 from reprieve.checkpoint.manifest import Manifest
-from reprieve.checkpoint.matching import load_over, matching_storages, once, sharded_storages, with_tensors
+from reprieve.checkpoint.matching import matching_storages, once, sharded_storages, with_tensors
 from reprieve.checkpoint.plan import buffers_name, extras_file, tree_file
 from reprieve.checkpoint.reader import Cache, CheckpointFile, Reader, ReadTogether, Target
 from reprieve.checkpoint.rng import check_rng, restore_rng
@@ -301,11 +301,6 @@ class Restoring:
     def _load_tree(self, name: str, live: Any, params: Sequence[torch.Tensor] = ()) -> Any:
         """The tree of a torch file, its storages filled by the coming read: live memory where the two match."""
         file = TorchFile(self._open(name))
-        if (same := load_over(file, live)) is not None:
-            tree, storages = same
-            for key, live_storage in storages.items():
-                file.read_into(key, live_storage)
-            return tree
         matching = matching_storages(file, live)
         spread = sharded_storages(file, params)
 
