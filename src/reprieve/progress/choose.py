@@ -1,0 +1,46 @@
+"""Which sinks a run has: those that its settings and its surroundings ask for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from reprieve.progress import termination
+from reprieve.progress.cluster import addresses, in_pod
+from reprieve.progress.file import FileSink
+from reprieve.progress.sinks import Sink
+from reprieve.settings import AUTO, OFF, Settings
+from reprieve.storage.uri import DRILL
+
+
+def choose(settings: Settings, env: Mapping[str, str] = os.environ, *, bar: bool = False) -> list[Sink]:
+    """`bar`: one is wanted, if there is a terminal. A drill tells nothing: it is not the run that others follow."""
+    if env.get(DRILL):
+        return []
+    found: list[Sink] = []
+    if settings.progress_file is not None:
+        found.append(FileSink(settings.progress_file, every_steps=settings.progress_every))
+    if (port := _port(settings.metrics_port, env)) is not None:
+        from reprieve.progress.http import HttpSink
+
+        found.append(HttpSink(port, addresses(env)))
+    if env.get("KUBEFLOW_TRAINER_SERVER_URL"):
+        from reprieve.progress.kubeflow import KubeflowSink
+
+        found.append(KubeflowSink(env))
+    if (log := termination.path(env)).exists():
+        found.append(termination.TerminationSink(log))
+    if bar:
+        from reprieve.progress.bar import BarSink, terminal
+
+        if (console := terminal()) is not None:
+            found.append(BarSink(console))
+    return found
+
+
+def _port(asked: int | str, env: Mapping[str, str]) -> int | None:
+    if asked == AUTO:
+        from reprieve.progress.http import PORT
+
+        return PORT if in_pod(env) else None
+    return None if asked == OFF else int(asked)

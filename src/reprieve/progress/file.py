@@ -1,0 +1,66 @@
+"""The progress file: JSON that an operator, or a person with `cat`, reads at any moment."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from reprieve.clock import Clock, SystemClock
+from reprieve.progress import wire
+from reprieve.progress.facts import Progress
+from reprieve.storage.disk import Disk
+
+_LOOK_S = 1.0
+_AT_LEAST_EVERY_S = 10.0
+"""Also when a step takes minutes: a save that is under way, or an evaluation, is news."""
+_MODE = 0o644
+"""Whoever reads it is often another user, in another container."""
+
+
+class FileSink:
+    """Written as a whole beside it and renamed, so a reader never sees half of it."""
+
+    every_s = _LOOK_S
+
+    def __init__(
+        self, path: str | Path, *, every_steps: int = 1, clock: Clock | None = None, disk: Disk | None = None
+    ) -> None:
+        """`every_steps`: written after so many steps, and not more than once a second."""
+        self._path = Path(path).expanduser().absolute()
+        self._every_steps = every_steps
+        self._clock = clock or SystemClock()
+        self._disk = disk or Disk()
+        self._last: Progress | None = None
+        self._written_at = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"the progress file {self._path}"
+
+    def update(self, progress: Progress) -> None:
+        if self._is_due(progress):
+            self._write(progress)
+
+    def close(self, progress: Progress) -> None:
+        self._write(progress)
+
+    def _is_due(self, progress: Progress) -> bool:
+        last = self._last
+        if last is None or progress.state != last.state or progress.checkpoints.latest != last.checkpoints.latest:
+            return True
+        if progress.step - last.step >= self._every_steps or progress.step < last.step:
+            return True
+        waited = self._clock.monotonic() - self._written_at
+        return progress != last and waited >= _AT_LEAST_EVERY_S
+
+    def _write(self, progress: Progress) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        # A process that is being ended may still write, too: each has a file of its own beside it.
+        fresh = self._path.with_name(f".{self._path.name}.{os.getpid()}.new")
+        with contextlib.suppress(FileNotFoundError):
+            self._disk.remove(fresh)
+        self._disk.write_file(fresh, wire.dumps(wire.for_file(progress), indent=2) + b"\n", flush=False)
+        fresh.chmod(_MODE)
+        self._disk.rename(fresh, self._path)
+        self._last, self._written_at = progress, self._clock.monotonic()

@@ -1,0 +1,58 @@
+"""What a pod knows of itself, and where a server in it listens."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from reprieve.progress import cluster
+
+PROMETHEUS_ACCEPTS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+
+
+def test_outside_a_pod_on_loopback_alone() -> None:
+    assert cluster.addresses({"POD_IP": "10.0.0.7"}) == ["127.0.0.1"]
+
+
+@pytest.mark.parametrize(
+    ("env", "hostname", "found"),
+    [
+        ({"POD_IP": "10.0.0.7"}, "10.9.9.9", ["127.0.0.1", "10.0.0.7"]),
+        ({"POD_IP": "fd00::7"}, "10.9.9.9", ["127.0.0.1", "fd00::7"]),
+        ({}, "10.0.0.8", ["127.0.0.1", "10.0.0.8"]),
+        ({"POD_IP": " "}, "10.0.0.8", ["127.0.0.1", "10.0.0.8"]),
+        ({}, "127.0.1.1", ["127.0.0.1"]),
+        ({}, None, ["127.0.0.1"]),
+    ],
+)
+def test_in_a_pod_on_its_own_address_too(
+    env: dict[str, str], hostname: str | None, found: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look_up(name: str) -> str:
+        if hostname is None:
+            raise socket.gaierror("no such name")
+        return hostname
+
+    monkeypatch.setattr(socket, "gethostbyname", look_up)
+    assert cluster.addresses({"KUBERNETES_SERVICE_HOST": "10.96.0.1", **env}) == found
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({}, False),
+        ({"KUBERNETES_SERVICE_HOST": "10.96.0.1"}, True),
+        ({"KUBEFLOW_TRAINER_SERVER_URL": "https://x"}, True),
+    ],
+)
+def test_what_people_look_for_in_the_log_of_a_pod(
+    env: dict[str, str], said: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster.say_protected(env)
+    lines = [
+        "[Kubeflow] JIT checkpoint signal handler registered for SIGTERM",
+        "[Kubeflow] JIT checkpointing enabled",
+    ]
+    out, err = capsys.readouterr()
+    assert (out, err.splitlines()) == ("", lines if said else [])
