@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import signal
 import sys
@@ -59,6 +60,12 @@ def make_process_group_itself() -> list[float]:
 
 def wait_for_ever() -> None:
     time.sleep(1000)
+
+
+def wait_for_a_worker() -> None:
+    worker = multiprocessing.get_context("fork").Process(target=wait_for_ever, daemon=True)
+    worker.start()
+    worker.join()
 
 
 def stop_itself() -> None:

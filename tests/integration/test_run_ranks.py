@@ -81,6 +81,13 @@ def test_a_rank_that_takes_too_long_shows_where_it_is() -> None:
         assert "its time was up" in str(result)
 
 
+def test_and_where_its_workers_are() -> None:
+    (result,) = run_ranks(1, rank_jobs.wait_for_a_worker, timeout="2s", backend=None)
+    assert result.timed_out
+    assert "in wait_for_a_worker" in result.output
+    assert "in wait_for_ever" in result.output
+
+
 def test_a_rank_that_does_not_even_hear_is_killed() -> None:
     (result,) = run_ranks(1, rank_jobs.stop_itself, timeout="500ms", backend=None)
     assert (result.timed_out, result.signal) == (True, signal.SIGKILL)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 import time
@@ -13,6 +12,7 @@ import pytest
 
 from reprieve.testing import terminate
 
+from .covering import covering, everything
 from .launchers import Forked, Launched, steps_seen, wait_for_steps
 from .loop_jobs import Job, seen_by
 
@@ -50,24 +50,7 @@ CHOICES: list[tuple[Any, ...]] = [
 ]
 
 
-def covering() -> list[Case]:
-    """Few cases in which every two choices meet at least once."""
-    rng = random.Random(4)
-    everything = list(itertools.product(*CHOICES))
-    left = {(i, a, j, b) for i, j in itertools.combinations(range(5), 2) for a in CHOICES[i] for b in CHOICES[j]}
-    chosen = []
-
-    def new(case: tuple[Any, ...]) -> int:
-        return sum((i, case[i], j, case[j]) in left for i, j in itertools.combinations(range(5), 2))
-
-    while left:
-        best = max(rng.sample(everything, len(everything)), key=new)
-        left -= {(i, best[i], j, best[j]) for i, j in itertools.combinations(range(5), 2)}
-        chosen.append(Case(*best))
-    return chosen
-
-
-CASES = [Case(*case) for case in itertools.product(*CHOICES)] if SOAK else covering()
+CASES = [Case(*case) for case in (everything(CHOICES) if SOAK else covering(CHOICES))]
 
 
 @pytest.mark.soak

@@ -9,11 +9,18 @@ import torch
 from helpers import FakeClock
 
 from reprieve.launch.reports import Listener
+from reprieve.progress import publisher
 
 
 @pytest.fixture
 def clock() -> FakeClock:
     return FakeClock()
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Publishers wait for their sinks as long as a busy machine needs."""
+    monkeypatch.setattr(publisher, "_CLOSE_S", 30.0)
 
 
 @pytest.fixture

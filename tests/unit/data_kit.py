@@ -163,16 +163,28 @@ def through(
     seen: list[Trace] = [[] for _ in range(epochs + 1)]
     saved: dict[str, Any] | None = None
     for stop in [*stops, None]:
-        seed(1 if saved is None else 77)
-        loader = make()
-        source = DataSource(loader)
-        try:
-            _go_on(loader, source, saved, stop, seen, epochs, marks_every)
-        except Stopped as stopped:
-            saved = _through_a_file(stopped.args[0])
-        finally:
-            source.end_workers()
+        saved = attempt(make, saved, stop, seen, marks_every)
     return seen
+
+
+def attempt(
+    make: Callable[[], Any],
+    saved: dict[str, Any] | None,
+    stop: tuple[int, int] | None,
+    seen: list[Trace],
+    marks_every: int = 1,
+) -> dict[str, Any] | None:
+    """From one start to a stop: what is saved there. `seen` has a place for each epoch, and one for the end."""
+    seed(1 if saved is None else 77)
+    loader = make()
+    source = DataSource(loader)
+    try:
+        _go_on(loader, source, saved, stop, seen, len(seen) - 1, marks_every)
+    except Stopped as stopped:
+        return _through_a_file(stopped.args[0])
+    finally:
+        source.end_workers()
+    return None
 
 
 def _go_on(

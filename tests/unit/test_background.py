@@ -6,9 +6,11 @@ import errno
 import logging
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +170,22 @@ def test_staging_is_reused(tmp_path: Path) -> None:
             checkpointer.save(step, background=True).wait()
         assert checkpointer._pool.made == made
         assert checkpointer._pool.ready == made
+
+
+def test_memory_for_files_that_are_not_known_yet(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, model=small_model()) as checkpointer:
+        checkpointer.warm_up(more=5 * BLOCK_BYTES, wait=True)
+        assert checkpointer._pool.ready > 5
+
+
+def test_the_last_save_is_not_slowed_down_by_memory_that_is_being_made(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, model=small_model()) as checkpointer:
+        checkpointer.warm_up(more=100 * BLOCK_BYTES)
+        checkpointer.save(1, within=timedelta(seconds=30))
+        made = checkpointer._pool.made
+        assert made < 100
+        time.sleep(0.2)
+        assert checkpointer._pool.made == made
 
 
 def test_close_finishes_what_runs(tmp_path: Path) -> None:

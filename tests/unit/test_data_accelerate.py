@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from data_kit import Augmented, Plain, RandomCollator, Shards, Unaware, bare, sa
 from torch.utils.data import DataLoader
 
 from reprieve.data.source import DataSource
-from reprieve.errors import ConfigError
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -103,8 +101,31 @@ def test_the_users_loader_is_as_it_was() -> None:
     assert loader.iteration == 1
 
 
-def test_a_loader_that_dispatches_among_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    loader = _prepared(lambda: DataLoader(Plain(), batch_size=4), dispatch_batches=True)()
-    monkeypatch.setattr(loader, "state", SimpleNamespace(num_processes=2))
-    with pytest.raises(ConfigError, match="dispatch_batches=False"):
-        DataSource(loader)
+def test_entered_again_at_its_end() -> None:
+    """Where nothing is left to give out, and the run is stopped once more."""
+    prepare = _prepared(lambda: DataLoader(Plain(), batch_size=4))
+    one = DataSource(prepare()).start()
+    for _ in range(6):
+        next(one)
+    one.mark()
+    saved = one.state()
+    for _ in range(2):
+        loader = prepare()
+        one = DataSource(loader).start(saved)
+        assert list(one) == []
+        assert loader.iteration == 1
+        one.mark()
+        saved = one.state()
+        assert saved["consumed"] == 6
+
+
+def test_iterated_before() -> None:
+    """Accelerate's note that a loader is at its end is of that iteration."""
+    prepare = _prepared(lambda: DataLoader(Plain(), batch_size=4))
+    loader = prepare()
+    list(loader)
+    one = DataSource(loader).start()
+    one.mark()
+    next(one)
+    one.mark()
+    assert len(list(DataSource(prepare()).start(one.state()))) == 5

@@ -103,7 +103,7 @@ def test_a_python_that_leaves_the_hook_out_still_starts(option: str, env: dict[s
 
 def test_an_import_of_torch_is_told(env: dict[str, str], listener: Listener) -> None:
     """By the table as it is; of a process, not of a rank."""
-    assert set(WHEN_IMPORTED) == {"torch"}
+    assert set(WHEN_IMPORTED) == {"torch", "transformers.trainer"}
     python("import torch", env)
     told = listener.read()
     assert [one["event"] for one in told] == [report.TORCH]

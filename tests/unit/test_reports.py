@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -14,9 +16,12 @@ from typing import Any
 
 import pytest
 
+from reprieve.errors import RankFailed
+from reprieve.frameworks.telling import Telling
 from reprieve.launch.reports import PAUSE, Listener, Seen, tell
 from reprieve.progress import report
 from reprieve.progress.report import Reporter
+from reprieve.settings import resolve
 
 MANY = 2000
 """More than any socket takes."""
@@ -77,9 +82,9 @@ def test_a_run_from_its_start_to_its_end(listener: Listener, reporter: Callable[
     assert seen.first_step_at is None
 
     rank.step(41, done=0.25)
-    rank.step(42, done=0.5)
+    rank.step(42, done=0.5, eta_s=7.5)
     hear(listener, seen)
-    assert (seen.step, seen.done, seen.done_at_start) == (42, 0.5, 0.25)
+    assert (seen.step, seen.done, seen.eta_s) == (42, 0.5, 7.5)
     first, last = seen.first_step_at, seen.heard_at()
     assert first is not None
     assert last is not None
@@ -125,6 +130,17 @@ def test_a_save_of_all_ranks_is_one_save(listener: Listener, reporter: Callable[
 def test_a_refusal(listener: Listener, reporter: Callable[..., Reporter]) -> None:
     reporter(1).tell(report.REFUSED, error="StateMismatch: größe")
     assert hear(listener).refused == "StateMismatch: größe"
+
+
+def test_who_only_heard_of_a_refusal_tells_it_as_the_one_that_refused(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(report.LAUNCHER, str(listener.path))
+    telling = Telling(0, 3, resolve({}), bar=False)
+    telling.refused(RankFailed(2, "StateMismatch: another model", during="prepare", for_a_person=True))
+    telling._reporter.close()
+    faulthandler.unregister(signal.SIGQUIT)
+    assert hear(listener).refused == "StateMismatch: another model"
 
 
 def test_a_long_refusal_is_heard(listener: Listener, reporter: Callable[..., Reporter]) -> None:

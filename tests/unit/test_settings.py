@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from reprieve.errors import ConfigError
-from reprieve.settings import ALL, KINDS, NEVER, resolve
+from reprieve.settings import ALL, AUTO, KINDS, NEVER, OFF, resolve
 
 MINUTE = timedelta(minutes=1)
 
@@ -23,10 +23,14 @@ EVERY_SETTING = [
     ("name", "REPRIEVE_RUN", ("mine", "mine"), ("theirs", "theirs"), None),
     ("restarts", "REPRIEVE_RESTARTS", ("3", 3), ("0", 0), 0),
     ("hang", "REPRIEVE_HANG", ("1h30m", 90 * MINUTE), ("2.5", timedelta(seconds=2.5)), None),
+    ("progress_file", "TRAINING_PROGRESS_FILE", ("a.json", "a.json"), ("/b.json", "/b.json"), None),
+    ("progress_every", "PROGRESS_UPDATE_FREQUENCY", ("1", 1), ("5", 5), 10),
+    ("metrics_port", "REPRIEVE_METRICS_PORT", ("0", 0), (" OFF ", OFF), AUTO),
 ]
 ALL_SAID = {
     "checkpoints": "/data/run 1", "every": "epoch", "keep": "all", "fresh": True, "grace": "1m30s", "kill_wait": "0",
-    "name": "mine", "restarts": "4", "hang": "10m",
+    "name": "mine", "restarts": "4", "hang": "10m", "progress_file": "/data/p.json", "progress_every": "7",
+    "metrics_port": "9100",
 }  # fmt: skip
 
 
@@ -112,6 +116,12 @@ BAD = [
     ("restarts", "²"),
     ("hang", "never"),
     ("hang", "²"),
+    ("progress_every", "0"),
+    ("progress_every", "often"),
+    ("metrics_port", "65536"),
+    ("metrics_port", "-1"),
+    ("metrics_port", "http"),
+    ("metrics_port", "²"),
 ]
 
 

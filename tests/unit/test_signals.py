@@ -247,6 +247,47 @@ def test_not_on_the_main_thread() -> None:
     """)
 
 
+def test_on_another_thread_where_the_main_one_was_ready() -> None:
+    run("""
+        watch.ready([signal.SIGTERM])
+        def work():
+            guard.start()
+            assert guard.hears_signals
+            guard.keep()
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert told.wait(5) and guard.stop.reason == "SIGTERM"
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert told.is_set()
+    """)
+
+
+def test_who_is_ready_and_has_no_listener_ends_as_ever() -> None:
+    """Also while the main thread is in C code."""
+    run(
+        """
+        import hashlib
+        watch.ready([signal.SIGTERM])
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
+        """,
+        code=143,
+        seconds=20,
+    )
+
+
+def test_a_handler_from_before_is_called_while_nobody_listens() -> None:
+    run("""
+        called = []
+        signal.signal(signal.SIGTERM, lambda number, frame: called.append(number))
+        watch.ready([signal.SIGTERM])
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+        assert called == [signal.SIGTERM]
+    """)
+
+
 def test_kill_wait() -> None:
     run("""
         guard = Guard(told.set, grace=Grace(None, ""), kill_wait=timedelta(seconds=0.5), notices="off")

@@ -15,7 +15,7 @@ import math
 import operator
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta, timezone
 from functools import partial
@@ -29,8 +29,9 @@ from reprieve._version import __version__
 from reprieve.checkpoint import finished, names, resume
 from reprieve.checkpoint.answers import Restored, Save
 from reprieve.checkpoint.background import Background
-from reprieve.checkpoint.blocks import BlockPool
+from reprieve.checkpoint.blocks import BLOCK_BYTES, BlockPool
 from reprieve.checkpoint.fingerprint import fingerprint
+from reprieve.checkpoint.layout import FileLayout
 from reprieve.checkpoint.loadable import check_loadable
 from reprieve.checkpoint.manifest import Manifest
 from reprieve.checkpoint.owner import Member, Owner, OwnerRecord, acquire, join
@@ -193,12 +194,15 @@ class Checkpointer:
         epoch: float | None = None,
         metrics: Mapping[str, float] | None = None,
         values: Mapping[str, Any] | None = None,
+        files: Callable[[], Sequence[FileLayout]] = tuple,
         background: bool = False,
         progress: Progress | None = None,
         within: timedelta | None = None,
     ) -> Save:
         """Save the state as `checkpoint-<step>`. Durable on return; with `background`, once `wait()` returns.
 
+        `files`: more files of this rank; asked for once, when the save before this one is done, and of all ranks before
+        any of them can have failed: there may be collectives in it.
         `within`: the process ends after this save, so soon. Nothing is retired any more, and no rank is waited for
         longer.
         """
@@ -208,9 +212,10 @@ class Checkpointer:
         if self._closed:
             raise ConfigError(f"the checkpointer of {self.root} is closed: make a new one")
         target = names.checkpoint(self.root, step)
-        details = _Details(step, epoch, metrics, values)
+        details = _Details(step, epoch, metrics, values, files)
         self._ending = within is not None
         if within is not None:
+            self._staging.close()  # pinning memory that nobody needs any more would slow this save down
             self._ranks.limit = min(self._ranks.limit, within)
         with self._explained():
             return self._save(target, details, background, progress)
@@ -239,18 +244,19 @@ class Checkpointer:
         start = self._clock.monotonic()
         job: Saving | None = None
         may_skip = background and self._when_busy == "skip"
+        if not may_skip:
+            self._let_save_end(details.step)
+        files = details.files()
 
         def describe() -> dict[str, Any]:
             nonlocal job
-            if not may_skip:
-                self._let_save_end(details.step)
             self._background.raise_error()
             decision: dict[str, Any] = {"step": details.step}
             if self._ranks.rank == 0:
                 decision |= self._decide(target, details.step, may_skip)
             if "skip" in decision:
                 return decision
-            job = self._saving(details, progress)
+            job = self._saving(details, files, progress)
             return {**decision, **job.described()}
 
         with self._said_once():
@@ -295,7 +301,7 @@ class Checkpointer:
         log.info("%s is there already and valid: kept", target)
         return {"skip": "it is there already, and valid"}
 
-    def _saving(self, details: _Details, progress: Progress | None) -> Saving:
+    def _saving(self, details: _Details, files: Sequence[FileLayout], progress: Progress | None) -> Saving:
         self._saves += 1
         manifest = Manifest(
             step=details.step,
@@ -313,7 +319,7 @@ class Checkpointer:
         return Saving(
             self._disk, self._pool, self._ranks, self._owner,
             root=self.root, folder=names.saving(self.root, details.step, self.attempt),
-            plan=self._plan(details.values), manifest=manifest, number=self._saves,
+            plan=self._plan(details.values, files), manifest=manifest, number=self._saves,
             progress=self._speed.counting(progress),
         )  # fmt: skip
 
@@ -335,9 +341,9 @@ class Checkpointer:
             return f"run {self.run!r} saved the same step; this one is of run {found.manifest.run!r}"
         return None
 
-    def _plan(self, values: Mapping[str, Any] | None = None) -> Plan:
+    def _plan(self, values: Mapping[str, Any] | None = None, files: Sequence[FileLayout] = ()) -> Plan:
         the_plan = plan(
-            self._state, values, rng=self._rng, shard_bytes=self._shard_bytes,
+            self._state, values, more=files, rng=self._rng, shard_bytes=self._shard_bytes,
             rank=self._ranks.rank, world_size=self._ranks.world_size,
         )  # fmt: skip
         check_loadable(the_plan)
@@ -396,6 +402,10 @@ class Checkpointer:
         if self.settle() is not None:
             log.warning("a running save was given up")
 
+    def pin(self, step: int | None) -> None:
+        """The checkpoint of this step stays, whatever retention says; the one that was pinned before may go."""
+        self._retiring.pinned = step
+
     def finish(self, step: int, asked: Any = None) -> None:
         """Training is done with this step, which was saved: once that is durable, the folder says so. `asked`: what
         there was to do (see `Restored.finished`)."""
@@ -425,9 +435,10 @@ class Checkpointer:
             self._background.raise_error()
             raise
 
-    def warm_up(self, *, wait: bool = False) -> None:
-        """Get memory for background saves ready, in the background. Best called when the optimizer has its state."""
-        self._staging.prepare(self._plan(), wait=wait)
+    def warm_up(self, *, more: int = 0, wait: bool = False) -> None:
+        """Get memory for background saves ready, in the background. Best called when the optimizer has its state.
+        `more`: bytes that `files` will have, about."""
+        self._staging.prepare(self._plan().blocks + math.ceil(more / BLOCK_BYTES), wait=wait)
 
     def close(self) -> None:
         """Finish what is running and give the folder up."""
@@ -460,11 +471,17 @@ class Checkpointer:
 
     # Restoring
 
-    def restore(self, *, progress: Progress | None = None) -> Restored | None:
-        """Go on from the newest valid checkpoint. None if there is none and nothing that looks like one."""
+    def restore(
+        self, *, whole: bool = False, needs: str | None = None, progress: Progress | None = None
+    ) -> Restored | None:
+        """Go on from the newest valid checkpoint. None if there is none and nothing that looks like one.
+
+        `whole`: somebody else reads its other files next. They are verified as well, and stay in memory for that.
+        `needs`: a file without which another tool's checkpoint is none.
+        """
         job = resume.Resume(
             self._disk, self.root, self.run, self._state, self._pool, self._ranks,
-            strict=self._strict, rng=self._rng, progress=progress, settle=self.wait,
+            strict=self._strict, rng=self._rng, whole=whole, needs=needs, progress=progress, settle=self.wait,
         )  # fmt: skip
         with self._explained(), self._said_once():
             restored = job.newest_valid()
@@ -512,6 +529,7 @@ class _Details:
     epoch: float | None
     metrics: Mapping[str, float] | None
     values: Mapping[str, Any] | None
+    files: Callable[[], Sequence[FileLayout]]
 
 
 def _check_same_step(plans: list[dict[str, Any]]) -> None:

@@ -55,6 +55,8 @@ def seal(disk: Disk, folder: Path, manifest: Manifest) -> None:
     disk.write_file(folder / MANIFEST, manifest.encode())
     disk.remove(folder / SENTINEL)
     _check_listing(folder, manifest)
+    for path in sorted(folder.rglob("*/"), reverse=True):
+        disk.flush_folder(path)
     disk.flush_folder(folder)
 
 

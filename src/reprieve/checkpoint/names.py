@@ -4,6 +4,7 @@ checkpoint-12               a checkpoint
 checkpoint-12.set-aside     was in the way or found to be bad, and is kept for a person
 .checkpoint-12.saving-3     being written, by attempt 3
 .checkpoint-12.deleting     being removed
+.checkpoint-12.collecting-3 what a framework has to say about it, on its way in
 .reprieve/                  who owns the folder
 """
 
@@ -14,7 +15,7 @@ from pathlib import Path
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _ASIDE = re.compile(r"checkpoint-(\d+)\.set-aside(?:-\d+)?")
-_LEFTOVER = re.compile(r"\.checkpoint-\d+\.(?:saving(?:-\d+)?|deleting)")
+_LEFTOVER = re.compile(r"\.checkpoint-\d+\.(?:(?:saving|collecting)(?:-\d+)*|deleting)")
 
 OWNER_FOLDER = ".reprieve"
 
@@ -26,6 +27,10 @@ def checkpoint(root: Path, step: int) -> Path:
 def saving(root: Path, step: int, attempt: int) -> Path:
     """With the attempt: a rank of an older one that wakes up must not write into the files of a newer one."""
     return root / f".checkpoint-{step}.saving-{attempt}"
+
+
+def collecting(root: Path, step: int, attempt: int, rank: int) -> Path:
+    return root / f".checkpoint-{step}.collecting-{attempt}-{rank}"
 
 
 def deleting(path: Path) -> Path:

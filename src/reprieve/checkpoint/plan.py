@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from typing import Any
 
 from reprieve.checkpoint.checksum import BlockHash
@@ -32,6 +33,11 @@ class Plan:
         return sum(file.size for file in self.files)
 
     @property
+    def folders(self) -> set[str]:
+        """Those that its files lie in, below the checkpoint's own."""
+        return {str(one) for file in self.files for one in PurePosixPath(file.name).parents[:-1]}
+
+    @property
     def share(self) -> int:
         """Bytes that this rank writes."""
         return sum(piece.stop - piece.start for part in self.parts for piece in part.mine)
@@ -50,12 +56,16 @@ def plan(
     state: State,
     values: Mapping[str, Any] | None = None,
     *,
+    more: Sequence[FileLayout] = (),
     rng: bool = True,
     shard_bytes: int = SHARD_BYTES,
     rank: int = 0,
     world_size: int = 1,
 ) -> Plan:
-    """Large files first: the disk is busy from the first moment, and the small ones share its last flush."""
+    """`more`: files of this rank beside those of the state.
+
+    Large files first: the disk is busy from the first moment, and the small ones share its last flush.
+    """
     captured = state.captured(values, rng=rng)
     files: list[FileLayout] = []
     several = world_size > 1
@@ -80,6 +90,7 @@ def plan(
             files.append(layout_torch(tree_file(name), tree, by_all=sharing is Sharing.ALL))
     files = [file for file in files if file.by_all or rank == 0]
     files += [layout_torch(tree_file(name, rank), tree) for name, tree in own.items()]
+    files += more
     for layout in files:
         if not layout.by_all:
             _refuse_shards(layout, rank)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -52,6 +53,7 @@ class Restoring:
         *,
         strict: bool = True,
         rng: bool = True,
+        whole: bool = False,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
@@ -59,7 +61,8 @@ class Restoring:
         self._manifest = manifest
         self._state = state
         block_bytes = manifest.block_bytes if manifest else BLOCK_BYTES
-        self._reader = Reader(folder, pool, block_bytes=block_bytes, cache=Cache.USE)
+        self._reader = Reader(folder, pool, block_bytes=block_bytes, cache=Cache.FILL if whole else Cache.USE)
+        self._whole = whole
         self._strict = strict
         self._rng = rng
         self._rank = rank
@@ -103,8 +106,9 @@ class Restoring:
 
     def _prepare(self) -> None:
         if self._manifest is not None:
-            if self._world_size == self._manifest.world_size == 1:
-                for name in self._manifest.files:  # all of them are verified, whether something needs them or not
+            # All of them are verified, whether something needs them or not; of several ranks by one on each machine.
+            if self._world_size == self._manifest.world_size == 1 or (self._whole and _first_of_machine()):
+                for name in self._manifest.files:
                     self._open(name)
             self._compare("the state", set(self._manifest.state), set(self._state.names))
             if self._manifest.world_size != self._world_size:
@@ -449,3 +453,7 @@ def _numpy_allowed() -> Iterator[None]:
     kinds = [np.ndarray, np.dtype, type(np.dtype(np.uint32)), np._core.multiarray._reconstruct]  # type: ignore[attr-defined]
     with torch.serialization.safe_globals(kinds):
         yield
+
+
+def _first_of_machine() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"

@@ -87,6 +87,8 @@ class Resume:
         *,
         strict: bool,
         rng: bool,
+        whole: bool = False,
+        needs: str | None = None,
         progress: Callable[[int], None] | None,
         settle: Callable[[], None] = lambda: None,
     ) -> None:
@@ -99,6 +101,8 @@ class Resume:
         self._ranks = ranks
         self._strict = strict
         self._rng = rng
+        self._whole = whole
+        self._needs = needs
         self._progress = progress
         self._settle = settle
         self._bad: tuple[Path, str] | None = None
@@ -155,6 +159,8 @@ class Resume:
         if found.manifest is not None and found.manifest.run != self._run:
             raise OtherRun(f"written by run {found.manifest.run!r}, this is run {self._run!r}", path=found.path)
         if found.manifest is None:
+            if self._needs is not None and not (found.path / self._needs).is_file():
+                raise InvalidCheckpoint(f"{self._needs} is missing", path=found.path)
             check_foreign(found.path)
         digest = None if found.manifest is None else digest_of(found.manifest.encode())
         done = finished.read(self._root, found.manifest)
@@ -178,7 +184,7 @@ class Resume:
                     raise InvalidCheckpoint("this rank sees another manifest than rank 0", path=path)
                 job = Restoring(
                     path, found.manifest, self._state, self._pool, strict=self._strict, rng=self._rng,
-                    rank=self._ranks.rank, world_size=self._ranks.world_size,
+                    whole=self._whole, rank=self._ranks.rank, world_size=self._ranks.world_size,
                 )  # fmt: skip
                 stack.enter_context(job)
                 return job.prepare()

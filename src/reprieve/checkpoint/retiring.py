@@ -36,6 +36,8 @@ class Retiring:
         """The step that was saved or restored last: it stays."""
         self.verified: int | None = None
         """The step of the last one of which every byte was read."""
+        self.pinned: int | None = None
+        """A step that stays, whatever retention says."""
         self._hurry = threading.Event()
         self._gave_way = False
 
@@ -62,6 +64,7 @@ class Retiring:
         if (newest := self.newest) is None:
             return
         doomed = self._retention.doomed(survey(self._root), owner.run, newest)
+        doomed = [one for one in doomed if one.step != self.pinned]
         if (verified := self.verified) is not None:
             # What is older than one that was read back need not wait for the next; that one itself stays until then.
             self._remove([one for one in doomed if one.step < verified], owner)

@@ -80,27 +80,26 @@ class StagingRoom:
         """Can the plan be staged now? If not, the room is made ready for the next time, if memory allows."""
         if self._pool.ready >= plan.blocks:
             return True
-        if self.prepare(plan):
+        if self.prepare(plan.blocks):
             log.info("memory for background saves is not ready yet: this save blocks until it is written")
         return False
 
-    def prepare(self, plan: Plan, *, wait: bool = False) -> bool:
-        """Start making room for the plan. False if there is no memory for it, which is said once."""
-        target = plan.blocks
-        more = (target - self._pool.made) * BLOCK_BYTES
+    def prepare(self, blocks: int, *, wait: bool = False) -> bool:
+        """Start making so many. False if there is no memory for them, which is said once."""
+        more = (blocks - self._pool.made) * BLOCK_BYTES
         if more > 0 and (self._growing is None or not self._growing.is_alive()):
             room = int(available_bytes() * (1 - _MEMORY_MARGIN))
             if more > room:
                 if not self._told:
                     log.warning(
                         "no memory for a staging copy of %s (%s free): background saves block until they are written",
-                        format_size(plan.share), format_size(room),
+                        format_size(blocks * BLOCK_BYTES), format_size(room),
                     )  # fmt: skip
                     self._told = True
                 return False
             # One that is not waited for must not keep the interpreter alive at its end.
             self._growing = threading.Thread(
-                target=self._pool.grow, args=(target, self._stop.is_set), name="reprieve-memory", daemon=True
+                target=self._pool.grow, args=(blocks, self._stop.is_set), name="reprieve-memory", daemon=True
             )
             self._growing.start()
         if wait and self._growing is not None:

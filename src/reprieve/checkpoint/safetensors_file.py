@@ -61,22 +61,23 @@ def layout_safetensors(
     metadata = {_FORMAT: "pt", **tied}
     shards = _split(kept, shard_bytes)
     if len(shards) == 1:
-        return [_layout_one(f"{name}.safetensors", shards[0], metadata, of_rank_0)]
+        return [layout_one(f"{name}.safetensors", shards[0], metadata, of_rank_0)]
     names = [f"{name}-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
     index = {
         "metadata": {"total_size": sum(whole_bytes(tensor) for tensor in kept.values())},
         "weight_map": {key: file for file, shard in zip(names, shards, strict=True) for key in shard},
     }
-    layouts = [_layout_one(file, shard, metadata, of_rank_0) for file, shard in zip(names, shards, strict=True)]
+    layouts = [layout_one(file, shard, metadata, of_rank_0) for file, shard in zip(names, shards, strict=True)]
     return [*layouts, bytes_layout(f"{name}.safetensors.index.json", json.dumps(index, indent=2).encode() + b"\n")]
 
 
-def _layout_one(
-    name: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], of_rank_0: Collection[str]
+def layout_one(
+    name: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None, of_rank_0: Collection[str] = ()
 ) -> FileLayout:
+    """One file, under just these names."""
     # Those of one rank side by side: the more there is in one piece, the better it can be divided among the ranks.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0] in of_rank_0, item[0]))
-    header: dict[str, object] = {"__metadata__": metadata}
+    header: dict[str, object] = {"__metadata__": metadata} if metadata is not None else {}
     position = 0
     for key, tensor in ordered:
         if tensor.is_meta:

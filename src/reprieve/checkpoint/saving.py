@@ -75,6 +75,7 @@ class Saving:
         return {
             "number": self._number,
             "files": self.plan.fingerprints(),
+            "folders": sorted(self.plan.folders),
             "own": bytes_on_disk(self.plan, alone=False),
             "sample": sample(self.plan, self._manifest.step, self._ranks.rank, self._pool),
         }
@@ -94,6 +95,8 @@ class Saving:
                 make_room(needed)
                 self._owner.check()
                 commit.begin(self._disk, self._folder)
+                for inner in sorted(self.plan.folders.union(*(one["folders"] for one in plans[1:]))):
+                    self._disk.make_folder(self._folder / inner)
                 self._writer.create()
             # Here, so that all of them are there when the first rank asks for its own: nobody waits for a rank that
             # has failed meanwhile.

@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -42,10 +43,10 @@ def is_plain_loader(loader: Any) -> bool:
 
 
 class LoaderSource:
-    """One DataLoader. `owner` is the loader that holds it and may hold more generators; with `ahead`, that one fetches
-    a batch before it gives out the one before (accelerate)."""
+    """One DataLoader. `owner` is the loader that holds it and may hold more generators; that one fetches so many
+    batches `ahead` before it gives out the one before (accelerate)."""
 
-    def __init__(self, loader: Any, ignore: Sequence[int], *, owner: Any = None, ahead: bool = False) -> None:
+    def __init__(self, loader: Any, ignore: Sequence[int], *, owner: Any = None, ahead: int = 0) -> None:
         self.loader = loader
         self.rng = Randomness(loader if owner is None else owner)
         self.ahead = ahead
@@ -157,23 +158,34 @@ class LoaderPass(Pass):
         """The workers were there before the pass."""
         self._workers = Workers(0)
         self._workers_then: list[dict[str, Any]] = []
-        self._held: Shipped | None = None
-        """Fetched ahead: its worker is not yet there."""
+        self._in_flight = 0
+        """How many batches an owner that fetches ahead had not given out at the last mark."""
+        self._held: deque[tuple[int, Shipped]] = deque()
+        """Fetched ahead, with their numbers: until they are marked, their workers are not yet there."""
         self._fetched: deque[Any] = deque()
         """Fetched ahead before the resume, and not yet yielded."""
         self._before: deque[_Before] = deque(maxlen=_KEPT)
 
-    def mark(self) -> None:
-        self._marked = max(self._yielded - self._ahead, self._marked) if self._source.ahead else self._yielded
+    def mark(self, up_to: int | None = None) -> None:
+        """`up_to`: so many batches, of an owner that fetches ahead. Default: all."""
+        self._marked = self._yielded
+        if self._source.ahead:
+            self._marked = self._yielded if up_to is None else min(up_to, self._yielded)
+            self._in_flight = self._yielded - self._marked
+            while self._held and self._held[0][0] < self._marked:
+                self._workers.saw(self._held.popleft()[1])
         if self._workers.since:
             self._workers.mark()
         while self._before and self._before[0].number < self._marked:
             self._before.popleft()
 
-    @property
-    def _ahead(self) -> int:
-        """How many batches are fetched and not yet given out by an owner that fetches ahead. At the end: none."""
-        return 1 if self._source.ahead and not self.exhausted else 0
+    def begin_unread(self) -> None:
+        """For an owner that leaves the reading to another rank: draw what a new pass draws, and that is all."""
+        if self._enter is not None:
+            self._enter()
+        if not self._yielded:
+            self._begin()
+        self._begun = True
 
     def _begin(self) -> None:
         source, saved, count = self._source, self._saved, self._yielded
@@ -222,11 +234,12 @@ class LoaderPass(Pass):
         for _ in range(plan.blanks):
             next(self._batches)
         if count and "ahead" in saved:
-            # Its fetch was before the mark, so it is repeated with the random numbers of then.
+            # They were fetched before the mark, so it is done again with the random numbers of then.
             if saved["ahead"] is not None:
                 restore_global(saved["ahead"])
             self._before.append(_Before(count, saved["ahead"], position))
-            self._fetched.append(next(self._batches))
+            self._fetched.extend(islice(self._batches, source.ahead))
+            self._in_flight = len(self._fetched)
 
     def _fetch(self) -> Any:
         source = self._source
@@ -234,26 +247,21 @@ class LoaderPass(Pass):
             item = self._fetched.popleft()
         else:
             if not source.count and (source.ahead or (source.iterable and self._yielded == self._marked)):
-                rng = snapshot_rng() if source.ahead else None
+                rng = snapshot_rng(as_bytes=False) if source.ahead else None
                 self._before.append(_Before(self._yielded, rng, source.items.position()))
             try:
                 item = next(self._batches)
             except StopIteration:
-                self._note(None)
                 if not source.ahead:
                     self._workers.mark()
                 raise
         if not source.count:
             return item
-        if source.ahead or item[2] is not None or item[3] is not None:
-            self._note(item)
+        if source.ahead:
+            self._held.append((self._yielded, item))
+        elif item[2] is not None or item[3] is not None:
+            self._workers.saw(item)
         return item[0]
-
-    def _note(self, shipped: Shipped | None) -> None:
-        if self._source.ahead:
-            shipped, self._held = self._held, shipped
-        if shipped is not None:
-            self._workers.saw(shipped)
 
     def _state(self) -> dict[str, Any]:
         source, ahead = self._source, self._yielded - self._marked
@@ -263,7 +271,7 @@ class LoaderPass(Pass):
             state["ahead"] = (
                 before.rng.plain() if before and isinstance(before.rng, RngSnapshot) else before and before.rng
             )
-        if ahead > self._ahead:
+        if ahead > self._in_flight:
             state["loose"] = True
         if source.count:
             last = self._workers.last

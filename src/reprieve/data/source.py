@@ -9,7 +9,8 @@
 
 Batches and random numbers are those of the bare loader, bit for bit, resumed or not, and the position is sought, not
 replayed. Not exact can be: a sampler, or without workers an iterable dataset without state_dict, that draws from the
-global generators all along; `in_order=False`; with persistent workers, a pass after one that was left before its end.
+global generators all along; `in_order=False`; with persistent workers, a pass after one that was left before its end,
+or in which an iterable dataset drew after its last batch (say for samples that drop_last drops).
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 from types import TracebackType
+from typing import NoReturn
 
 from reprieve.errors import needs_a_person
 
@@ -64,6 +65,13 @@ class Ending:
         if decided:
             self._code = code
         threading.Thread(target=self._after, args=(seconds, code, why), name="reprieve ending", daemon=True).start()
+
+    def leave(self, stopped: Preempted) -> NoReturn:
+        """Everything is saved. On another thread than the main one an exception would end that thread, and the script
+        would go on."""
+        if threading.current_thread() is not threading.main_thread():
+            _end(PREEMPTED)
+        raise stopped
 
     def _after(self, seconds: float, code: int, why: str) -> None:
         threading.Event().wait(max(0.0, seconds))

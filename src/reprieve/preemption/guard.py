@@ -73,12 +73,12 @@ class Guard:
         self._thread.start()
         self.hears_signals = watch.listen(self.signals, self._signalled)
         if not self.hears_signals:
-            log.info("not on the main thread: signals are not heard here, only notices and request()")
+            log.info("signals are heard on the main thread, and this is another: only notices and request() are heard")
         for watcher in self._watchers:
             watcher.start()
 
     def keep(self) -> None:
-        """On the training thread, now and then: see `SignalWatch.keep`."""
+        """Now and then: see `SignalWatch.keep`."""
         if self.hears_signals:
             watch.keep()
 

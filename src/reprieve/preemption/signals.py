@@ -5,7 +5,7 @@ a kernel launch. But its C handler writes the signal's number to a wake-up descr
 the other end of it, in a thread that calls whoever asked. The Python handler does the same, as a second way, for the
 case that somebody else (asyncio) has taken the descriptor.
 
-One watch a process, with any number of listeners; handlers are there only while somebody listens.
+One watch a process, with any number of listeners; handlers are there only while somebody listens, or said `ready`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -39,17 +39,26 @@ class SignalWatch:
         self._forking = threading.local()
         self._handler = self._handle  # one object, to be compared with
 
-    def listen(self, numbers: Iterable[int], listener: Listener) -> bool:
-        """From now on `listener` hears of these signals. False where that cannot be: only the main thread of a process
-        may have handlers."""
-        if threading.current_thread() is not threading.main_thread():
-            return False
+    def ready(self, numbers: Iterable[int]) -> None:
+        """A listener may come on another thread than the main one, which alone can have handlers: so they are there
+        before it. Until then these signals do what they always did."""
+        if not _on_main_thread():
+            return
         if self._write < 0:
             self._begin()
         for number in numbers:
-            self._listeners.setdefault(number, []).append(listener)
-            if number not in self._previous:
+            self._listeners.setdefault(number, [])
+            if signal.getsignal(number) is not self._handler:
                 self._previous[number] = signal.signal(number, self._handler)
+
+    def listen(self, numbers: Sequence[int], listener: Listener) -> bool:
+        """From now on `listener` hears of these signals. False where that cannot be: not on the main thread, and nobody
+        was there to say `ready`."""
+        if not _on_main_thread() and any(signal.getsignal(number) is not self._handler for number in numbers):
+            return False
+        for number in numbers:
+            self._listeners.setdefault(number, []).append(listener)
+        self.ready(numbers)
         return True
 
     def forget(self, listener: Listener) -> None:
@@ -57,8 +66,8 @@ class SignalWatch:
         for listeners in self._listeners.values():
             if listener in listeners:
                 listeners.remove(listener)
-        if threading.current_thread() is not threading.main_thread():
-            return  # handlers stay: only the main thread may take them away
+        if not _on_main_thread():
+            return  # handlers stay
         for number, listeners in list(self._listeners.items()):
             if not listeners:
                 del self._listeners[number]
@@ -70,7 +79,9 @@ class SignalWatch:
             self._end()
 
     def keep(self) -> None:
-        """On the main thread, now and then: asyncio takes the descriptor away, and gives back none. About 1 µs."""
+        """Now and then: asyncio takes the descriptor away, and gives back none. About 1 µs."""
+        if not _on_main_thread():
+            return
         fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         if fd != self._write:
             self._others = _identity(fd)
@@ -103,7 +114,9 @@ class SignalWatch:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._listeners.get(number):
             self._tell(number)
-        else:  # nobody listens any more, and another thread than the main one was the last
+        elif (previous := self.previous_handler(number)) is not None:
+            previous(number, frame)
+        elif self._ends(number):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -111,10 +124,16 @@ class SignalWatch:
         with os.fdopen(read, "rb", buffering=0) as pipe:
             while numbers := pipe.read(64):
                 for number in numbers:
+                    if self._ends(number):
+                        os._exit(128 + number)  # the main thread may be in C code for a long time
                     self._tell(number)
                 if (others := self._others) is not None and _identity(others[0]) == others:
                     with contextlib.suppress(OSError):
                         os.write(others[0], numbers)
+
+    def _ends(self, number: int) -> bool:
+        """Nobody listens, and without us it would have ended the process."""
+        return not self._listeners.get(number, True) and self._previous.get(number) is signal.SIG_DFL
 
     def _tell(self, number: int) -> None:
         for listener in tuple(self._listeners.get(number, ())):
@@ -140,6 +159,10 @@ class SignalWatch:
             self._write = -1
             self._listeners, self._previous, self._others = {}, {}, None
         signal.pthread_sigmask(signal.SIG_SETMASK, self._forking.mask)
+
+
+def _on_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def _identity(fd: int) -> tuple[int, tuple[int, int]] | None:

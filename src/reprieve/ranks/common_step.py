@@ -129,7 +129,9 @@ class CommonStep:
         rank that does not answer is given up. Then it raises, once for each request, `RankFailed` on all ranks,
         `StoreLost` where the store is gone. No step has been started, and this rank's state is that of `completed`.
         """
-        if self._alone and not self._mail.empty():
+        if self._alone:
+            if self._mail.empty() and not self._position.asked:
+                return None  # at every step: there is nobody who would have to know of it
             self._serve_own_mail()
         with self._lock:
             self._position, verdict = self._position.boundary(completed)

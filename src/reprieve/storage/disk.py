@@ -174,7 +174,7 @@ def read_into(file: OpenFile, buffer: memoryview, offset: int) -> int:
 
 
 def read_from_cache(file: OpenFile, buffer: memoryview, offset: int) -> bool:
-    """Fill `buffer` from the page cache, if all of it is there. The disk is not asked."""
+    """Fill `buffer` from the page cache, if all of it is there. The disk is not waited for."""
     total = 0
     while total < len(buffer):
         try:

@@ -13,25 +13,33 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
+import importlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 
-_PROGRAM = "import sys; sys.path[:] = {path!r}; from reprieve.testing import fork_server; fork_server.main({fd})"
+_PROGRAM = """
+import sys
+sys.path[:] = {path!r}
+from reprieve.testing import fork_server
+fork_server.main({fd}, {modules!r})
+"""
 
 
 class ForkServer:
     """The parent's side."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Sequence[str] = ()) -> None:
+        """`modules`: imported before all forks."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        program = _PROGRAM.format(path=sys.path, fd=theirs.fileno())
+        program = _PROGRAM.format(path=sys.path, fd=theirs.fileno(), modules=tuple(modules))
         # As torchrun does: ranks that share a machine would otherwise start a thread a core each.
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and program
@@ -67,23 +75,24 @@ class ForkServer:
         self._process.wait()
 
 
-_server: ForkServer | None = None
-_server_pid = 0
-_server_lock = threading.Lock()
+_servers: dict[tuple[int, tuple[str, ...]], ForkServer] = {}
+"""By the process that talks to them (after a fork of the test process itself they are not its own) and by what they
+have imported."""
+_servers_lock = threading.Lock()
 
 
-def fork_server() -> ForkServer:
-    """The one of this process, started when first asked for."""
-    global _server, _server_pid
-    with _server_lock:
-        # After a fork of the test process itself the server is not its own to talk to.
-        if _server is None or _server_pid != os.getpid() or not _server.alive:
-            _server, _server_pid = ForkServer(), os.getpid()
-            atexit.register(_server.close)
-        return _server
+def fork_server(modules: Sequence[str] = ()) -> ForkServer:
+    """The one of this process that has imported these modules, started when first asked for."""
+    key = os.getpid(), tuple(modules)
+    with _servers_lock:
+        server = _servers.get(key)
+        if server is None or not server.alive:
+            server = _servers[key] = ForkServer(modules)
+            atexit.register(server.close)
+        return server
 
 
-def main(fd: int) -> None:
+def main(fd: int, modules: Sequence[str]) -> None:
     """The server's side. Forks return from `_serve` with something to do."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test, which then closes the socket
     # Imported for the children. Whoever makes an optimizer, or DDP, imports dynamo: 2 to 4 s of CPU in each rank.
@@ -93,6 +102,8 @@ def main(fd: int) -> None:
     import reprieve.ranks.torch_store  # noqa: F401
     from reprieve.testing import child
 
+    for name in modules:
+        importlib.import_module(name)
     gc.freeze()  # a collection in a child would touch, and so copy, all that was imported
     with socket.socket(fileno=fd) as parent:
         task_file = _serve(parent)

@@ -12,7 +12,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +22,7 @@ from reprieve.config import parse_duration
 from reprieve.errors import ConfigError
 from reprieve.testing.child import Task
 from reprieve.testing.faults import Fault
-from reprieve.testing.fork_server import fork_server
+from reprieve.testing.fork_server import ForkServer, fork_server
 from reprieve.testing.result import Result
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def run_ranks(
     env: Mapping[str, str | None] | None = None,
     store_host: int | None = None,
     group_timeout: str | float | timedelta = "30s",
+    modules: Sequence[str] = (),
 ) -> list[Result]:
     """Run `fn(*args)` in `n` processes; what became of each, by rank.
 
@@ -54,6 +55,7 @@ def run_ranks(
     `env`: on top of this process's environment; None removes a name.
     `store_host`: the rank that serves the store; by default this process does, as torchrun's agent would.
     `group_timeout`: of the process group: how long a collective waits for a dead rank.
+    `modules`: what the function needs and takes long to import. It is imported once, for all calls that name the same.
     """
     with start_ranks(
         n,
@@ -66,6 +68,7 @@ def run_ranks(
         env=env,
         store_host=store_host,
         group_timeout=group_timeout,
+        modules=modules,
     ) as ranks:
         return ranks.wait()
 
@@ -81,6 +84,7 @@ def start_ranks(
     env: Mapping[str, str | None] | None = None,
     store_host: int | None = None,
     group_timeout: str | float | timedelta = "30s",
+    modules: Sequence[str] = (),
 ) -> RunningRanks:
     """As `run_ranks`, for tests that do something to the ranks while they run.
 
@@ -123,7 +127,7 @@ def start_ranks(
             )
             for rank in range(n)
         ]
-        return RunningRanks(tasks, parse_duration(timeout), folder, served)
+        return RunningRanks(tasks, parse_duration(timeout), folder, served, fork_server(modules))
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -132,10 +136,12 @@ def start_ranks(
 class RunningRanks:
     """Processes that run. They end, at the latest, with the `with` block."""
 
-    def __init__(self, tasks: list[Task], timeout: timedelta, folder: Path, served: list[TorchStore]) -> None:
+    def __init__(
+        self, tasks: list[Task], timeout: timedelta, folder: Path, served: list[TorchStore], server: ForkServer
+    ) -> None:
         self._folder = folder
         self._served = served
-        self._server = fork_server()
+        self._server = server
         self._ranks: list[_Rank] = []
         try:
             for task in tasks:
@@ -159,10 +165,13 @@ class RunningRanks:
         """Wait until all have ended, or their time is up."""
         self._watch(self._end)
         late = [rank for rank in self._ranks if rank.status is None]
+        forked = [pidfd for rank in late for pidfd in _forked_by(rank.pid)]
         for rank in late:
             rank.timed_out = True
             self.signal(rank.task.rank, signal.SIGABRT)
         self._watch(time.monotonic() + _TO_SHOW_STACKS_S)
+        for pidfd in forked:
+            _abort(pidfd)
         self._kill()
         return [rank.result() for rank in self._ranks]
 
@@ -245,6 +254,29 @@ class _Rank:
         return "".join(line for line in lines if not line.startswith("Extension modules:"))
 
 
+def _forked_by(pid: int) -> list[int]:
+    """Processes that its main thread started: it may hang because a worker of its DataLoader does. As pidfds."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:  # a kernel may be built so that it does not tell
+        return []
+    found = []
+    for child in children:
+        with contextlib.suppress(ProcessLookupError):
+            found.append(os.pidfd_open(int(child)))
+    return found
+
+
+def _abort(pidfd: int) -> None:
+    """Have it show its stacks; alone, because stacks are written letter by letter, into the file of its rank."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(pidfd, signal.SIGABRT)
+        poll.poll(_TO_SHOW_STACKS_S * 1000)
+    os.close(pidfd)
+
+
 def _serve() -> TorchStore:
     from reprieve.ranks.torch_store import TorchStore
 
@@ -262,6 +294,7 @@ def _environment(world_size: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # as torchrun does
     }
 
 
