@@ -68,6 +68,8 @@ _WHERE = {
 
 def __getattr__(name: str) -> Any:
     """What needs torch is imported when it is asked for: `import reprieve` stays light."""
+    if name == "transformers":
+        return import_module("reprieve.transformers")
     if name in _WHERE:
         return getattr(import_module(_WHERE[name]), name)
     raise AttributeError(f"module 'reprieve' has no attribute {name!r}")

@@ -19,6 +19,7 @@ from reprieve.errors import ConfigError
 AUTO = "auto"
 NEVER = "never"
 ALL = "all"
+OFF = "off"
 
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
@@ -58,6 +59,21 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _steps(text: str) -> int:
+    if not text.strip().isdecimal() or not int(text):
+        raise ConfigError(f"{text!r}: say after how many steps, 1 or more")
+    return int(text)
+
+
+def _port(text: str) -> int | str:
+    text = text.strip().lower()
+    if text in (AUTO, OFF):
+        return text
+    if not text.isdecimal() or int(text) > 65535:
+        raise ConfigError(f"{text!r} is no port: write a number up to 65535, 0 for a free one, 'off' or 'auto'")
+    return int(text)
+
+
 def _keep(text: str) -> int | str:
     if text.strip() == ALL:
         return ALL
@@ -84,6 +100,9 @@ KINDS: Mapping[str, _Kind] = {
     "name": _Kind("REPRIEVE_RUN", None, str, "the run's name"),
     "restarts": _Kind("REPRIEVE_RESTARTS", 0, _count, "how many failures to start again after"),
     "hang": _Kind("REPRIEVE_HANG", None, _duration, "restart after so long without a step", _seconds),
+    "progress_file": _Kind("TRAINING_PROGRESS_FILE", None, str, "file that tells how far the run is"),
+    "progress_every": _Kind("PROGRESS_UPDATE_FREQUENCY", 10, _steps, "after how many steps it is written"),
+    "metrics_port": _Kind("REPRIEVE_METRICS_PORT", AUTO, _port, "HTTP port that tells it; auto: 28080 in a pod"),
 }  # fmt: skip
 
 
@@ -103,6 +122,10 @@ class Settings:
     restarts: int
     hang: timedelta | None
     """None: never."""
+    progress_file: str | None
+    progress_every: int
+    metrics_port: int | str
+    """0: a free one. "off": none. "auto": in a pod, where somebody may ask."""
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def environment(self) -> dict[str, str]:

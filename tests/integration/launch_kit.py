@@ -82,7 +82,9 @@ class Lab:
         return len(self.seen(rank))
 
     def last_words(self) -> str:
-        return (self.folder / "last-words").read_text()
+        """Of the launcher; they may stand beside what a rank told of its progress."""
+        found = (self.folder / "last-words").read_text()
+        return str(json.loads(found)["message"]) if found.startswith("{") else found
 
 
 class Ended:

@@ -40,6 +40,9 @@ _OPTIONS = {
     "restarts": "start it again after so many failures, each after a longer wait; preemptions do not count",
     "hang": "show the stacks of all ranks and start again when no step was completed for so long",
     "name": "the run's name, for status, pause, resume and logs",
+    "progress_file": "a file that says, in JSON, how far the run is",
+    "progress_every": "write it after so many steps",
+    "metrics_port": "say it over HTTP, too, for Prometheus as well: a port, 0 (any), off, or auto (28080 in a pod)",
 }
 
 

@@ -21,7 +21,10 @@ from typing import Any
 
 HOOK = Path(__file__).with_name("hook")
 
-WHEN_IMPORTED: dict[str, str] = {"torch": "reprieve.launch.hooks:tell_torch"}
+WHEN_IMPORTED: dict[str, str] = {
+    "torch": "reprieve.launch.hooks:tell_torch",
+    "transformers.trainer": "reprieve.frameworks.transformers:protect_all",
+}
 """Module → what is called with it. By name: what is never used is never imported."""
 
 

@@ -202,7 +202,7 @@ class Launcher:
             mine.checkpoint_step, mine.checkpoint_at = seen.saved_step, time.time()
         if seen.saves:
             entry.kept_until = float(seen.saves[-1]["began"]) + offset
-        mine.eta_s = _eta_s(entry, seen.done, seen.done_at_start)
+        mine.eta_s = seen.eta_s
 
     def _change(self, state: str, reason: str = "", code: int | None = None) -> None:
         self._record.state, self._record.reason, self._record.exit_code = state, reason, code
@@ -221,12 +221,6 @@ class Launcher:
                 "this script is not protected: it uses neither reprieve.Run nor a trainer that Reprieve knows, and a "
                 "stop loses what it has done. Six lines change that: docs/run.md"
             )
-
-
-def _eta_s(entry: ledger.Attempt, done: float | None, at_start: float | None) -> float | None:
-    if not done or entry.training is None or at_start is None or done <= at_start:
-        return None
-    return (time.time() - entry.training) * (1 - done) / (done - at_start)
 
 
 def _told_while_waiting(signals: Signals, listener: Listener, wait_s: float) -> Outcome | None:

@@ -68,7 +68,7 @@ class RankSeen:
     step: int = 0
     done: float | None = None
     """How much of the training is done, from 0 to 1."""
-    first_done: float | None = None
+    eta_s: float | None = None
     first_step_at: float | None = None
     heard_at: float = 0.0
     """When it last said something. Training says where it is, at steps and in evaluations."""
@@ -119,7 +119,7 @@ class Seen:
             if int(told["step"]) > one.step:
                 one.first_step_at = one.first_step_at or one.heard_at
             one.step, one.done = int(told["step"]), told.get("done", one.done)
-            one.first_done = one.done if one.first_done is None else one.first_done
+            one.eta_s = told.get("eta_s", one.eta_s)
         elif event == report.SAVED:
             one.saved_step = int(told["step"])
             if rank == min(self.ranks):
@@ -157,9 +157,9 @@ class Seen:
         return next((one.done for one in self.ranks.values() if one.done is not None), None)
 
     @property
-    def done_at_start(self) -> float | None:
-        """When the first step of this attempt was seen."""
-        return next((one.first_done for one in self.ranks.values() if one.first_done is not None), None)
+    def eta_s(self) -> float | None:
+        """How long the rest takes, as the ranks say."""
+        return next((one.eta_s for one in self.ranks.values() if one.eta_s is not None), None)
 
     @property
     def finished(self) -> bool:

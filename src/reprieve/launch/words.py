@@ -6,10 +6,6 @@ import contextlib
 import os
 from pathlib import Path
 
-_TERMINATION_LOG = "/dev/termination-log"
-"""Kubernetes shows what is in it as the reason why a container ended."""
-_LONGEST = 4096
-
 
 def say(text: str) -> None:
     """One line. stderr may be closed, and a full pipe is not waited for longer than for the command's own output."""
@@ -19,7 +15,18 @@ def say(text: str) -> None:
 
 def last_words(text: str) -> None:
     say(text)
-    path = Path(os.environ.get("REPRIEVE_TERMINATION_LOG", _TERMINATION_LOG))
+    from reprieve.progress import termination
+
+    path = termination.path()
     with contextlib.suppress(OSError):
         if path.exists():
-            path.write_bytes(text.encode(errors="replace")[:_LONGEST])
+            # What a rank has told of its progress stays: operators read it there.
+            told = termination.with_message(_content(path), text)
+            path.write_bytes(told or text.encode(errors="replace")[: termination.LONGEST])
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""

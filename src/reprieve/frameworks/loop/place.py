@@ -92,19 +92,14 @@ class Place:
                 going = True
         return going
 
-    def fraction(self, epochs: int | None, steps: int | None) -> float | None:
-        """How much of what was asked for is done, from 0 to 1; None: nobody knows."""
-        if steps:
-            return min(1.0, self.steps / steps)
-        if not epochs:
+    def epochs_done(self) -> float | None:
+        """None: nobody knows, in the middle of one."""
+        if not (going := self.going):
+            return float(self.epoch)
+        try:
+            return self.epoch + min(1.0, going[0].batch / max(1, len(self._loaders[going[0].source])))
+        except TypeError:  # it does not know its length
             return None
-        within = 0.0
-        if going := self.going:
-            try:
-                within = going[0].batch / max(1, len(self._loaders[going[0].source]))
-            except TypeError:  # it does not know its length
-                return None
-        return min(1.0, (self.epoch + within) / epochs)
 
     def next_epoch(self) -> None:
         self.epoch += 1

@@ -9,16 +9,11 @@ which counts. So what stands in a loop after `run.step()` (a log line, an evalua
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import logging
 import os
 import signal
-import time
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -29,28 +24,23 @@ from reprieve.checkpoint.rng import capture_rng, restore_rng
 from reprieve.checkpoint.schedule import Every
 from reprieve.clock import Clock
 from reprieve.config import parse_duration
-from reprieve.errors import ConfigError, RankFailed, RanksError, StateMismatch, StorageError
-from reprieve.frameworks.loop import ddp
-from reprieve.frameworks.loop.boundary import Boundaries
+from reprieve.errors import ConfigError, StateMismatch
+from reprieve.frameworks import ddp
 from reprieve.frameworks.loop.lending import Lending
 from reprieve.frameworks.loop.pace import Pace
 from reprieve.frameworks.loop.place import OnePass, Place
 from reprieve.frameworks.loop.rollback import Rollback
-from reprieve.frameworks.loop.stopping import MARGIN_S, Stopping
-from reprieve.frameworks.loop.telling import Telling
-from reprieve.preemption.deadline import grace_period
-from reprieve.preemption.ending import Preempted, ending
-from reprieve.preemption.guard import Guard
+from reprieve.frameworks.session import Session
+from reprieve.frameworks.telling import Position
+from reprieve.preemption.ending import ending
+from reprieve.progress.facts import EVALUATING
 from reprieve.ranks.group import LIMIT, Ranks
-from reprieve.settings import ALL, resolve
+from reprieve.settings import resolve
 from reprieve.storage.disk import Disk
-from reprieve.storage.uri import for_run, local_path
 
 log = logging.getLogger("reprieve")
 
 T = TypeVar("T")
-
-_open_runs: weakref.WeakValueDictionary[Path, Run] = weakref.WeakValueDictionary()
 
 
 class Run:
@@ -101,57 +91,33 @@ class Run:
         clock: Clock | None = None,
         **state: object,
     ) -> None:
-        ending.prepare()
         given = {"checkpoints": uri and os.fspath(uri), "every": every, "keep": keep, "name": run, "fresh": fresh}
         settings = resolve({**given, "kill_wait": _waiting(kill_wait)}, options=False)
         if settings.checkpoints is None:
             raise ConfigError("where do the checkpoints go? Run('checkpoints', …), or CHECKPOINT_URI")
-        root = for_run(settings.checkpoints)
-        self._guard = Guard(
-            self._told_to_stop,
-            grace=grace_period(grace),
-            signals=signals,
-            kill_wait=settings.kill_wait,
-            notices=notices,
-        )
-        self._exit_wait = parse_duration(exit_wait)
-        self._boundaries: Boundaries | None = None
-        self._closed = False
-        self._telling: Telling | None = None
         self._place = Place()
-        self._stopped: Preempted | None = None
-        self._close_earlier(root)
-        self._guard.start()
+        self._asked: list[int | None] = [None, None]
+        self._metrics: dict[str, Any] = {}
+        self._session = session = Session(
+            settings, position=self._position, state=state, grace=grace, signals=signals, notices=notices,
+            exit_wait=exit_wait, rank_timeout=rank_timeout, ranks=ranks, disk=disk, clock=clock,
+            keep_every=keep_every, best=best, strict=strict, take_over_after=take_over_after,
+        )  # fmt: skip
+        self._boundaries = session.boundaries
+        self._checkpointer = session.checkpointer
         try:
-            self._ranks = ranks if ranks is not None else Ranks.detect(parse_duration(rank_timeout))
-            self._telling = Telling(self._ranks.rank, self._ranks.world_size, local_path(settings.checkpoints))
-            objects: dict[str, Any] = state  # named by the user, so not by our parameters
-            self._checkpointer = Checkpointer(
-                root, every=settings.every, keep=None if settings.keep == ALL else int(settings.keep),
-                keep_every=keep_every, best=best, run=settings.name, fresh=settings.fresh, strict=strict,
-                take_over_after=take_over_after, ranks=self._ranks, disk=disk, clock=clock, **objects,
-            )  # fmt: skip
             modules = {name: value for name, value in state.items() if isinstance(value, torch.nn.Module)}
             self._generators = {name: one for name, one in state.items() if isinstance(one, torch.Generator)}
             self._watched = ddp.watch(modules)
             self._buckets: dict[str, list[str]] = {}
             self._first = True
             """The order of DDP's buckets is not known before the first step."""
-            self._boundaries = Boundaries(
-                self._ranks.scoped("loop"), self._guard, self._checkpointer.schedule, self._lost_a_rank, self._tell_step
-            )
-            if self._guard.stop is not None:
-                self._boundaries.ask_to_stop()
             self._by_count = self._checkpointer.schedule.by_count
             self._pace = Pace()
-            self._rollback = Rollback(modules, self._guard.grace.period)
-            self._stopping = Stopping(self._checkpointer, self._ranks, self._guard, self._exit_wait, self._telling)
+            self._rollback = Rollback(modules, session.guard.grace.period)
             self._finishing = self._completing = False
-            self._asked: list[int | None] = [None, None]
             self._pending = 0
             """Batches that were given out since the last completed step."""
-            self._metrics: dict[str, Any] = {}
-            self._last_saved: int | None = 0
             self._reentry: dict[str, Any] | None = None
             """The random numbers at the point where the loop is entered again."""
             self._evaluating: tuple[int, dict[str, Any], dict[str, Any]] | None = None
@@ -162,15 +128,10 @@ class Run:
             self._steps_limit: int | None = None
             self.resumed = self._resume()
             """What the run goes on from; None: from the start."""
-            resumed = self.resumed.step if self.resumed else None
-            self._telling.started(resumed, finished=self.finished, checkpointer=self._checkpointer)
+            session.restored(self.resumed)
         except BaseException as error:
-            if self._telling is not None:
-                self._telling.refused(error)
-            self.close()
+            session.refused(error)
             raise
-        _open_runs[self._checkpointer.root] = self
-        atexit.register(_close_at_exit, weakref.ref(self))
 
     # Where the run is
 
@@ -225,7 +186,7 @@ class Run:
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """The batches of one pass over the loader: from the first, or after a resume from where the run was."""
-        number = self._place.source(loader, self._guard.signals)
+        number = self._place.source(loader, self._session.guard.signals)
         saved = self._place.resumed_passes.pop(0) if self._place.resumed_passes else None
         one = OnePass(number)
         self._place.passes.append(one)
@@ -293,63 +254,59 @@ class Run:
     def evaluation(self, loader: Iterable[T]) -> Iterator[T]:
         """All batches of the loader. A stop in here is served here, and the whole evaluation runs after the resume."""
         self._at_boundary(tail=True)
-        number = self._place.source(loader, self._guard.signals)
+        number = self._place.source(loader, self._session.guard.signals)
         source = self._place.sources[number]
         outer, self._evaluating = self._evaluating, (number, self._rng(), source.state())
         self._pace.interrupted()
-        assert self._boundaries is not None
         going = source.start()
         try:
-            for batch in going:
-                self._at_boundary(self._boundaries.evaluation_step)
-                yield batch
-            self._at_boundary(self._boundaries.evaluation_end)
+            with self._session.telling.tracker.pausing(EVALUATING):
+                for batch in going:
+                    self._at_boundary(self._boundaries.evaluation_step)
+                    yield batch
+                self._at_boundary(self._boundaries.evaluation_end)
         finally:
             going.close()
             self._evaluating = outer
 
     def finish(self) -> None:
         """Training is done: save the last step, marked as finished. A rerun then trains no more. `epochs` calls it."""
-        if self._closed or self._finishing:
+        if self._session.closed or self._finishing:
             return
         self._finishing = True
-        assert self._boundaries is not None
         if self._place.finished is not None:
             log.warning("already finished after %d steps: nothing to train", self.steps)
         else:
             self._boundaries.finish()
-            if self.steps != self._last_saved:
+            if self.steps != self._session.last_saved:
                 self._save(background=False)
-            self._checkpointer.finish(self.steps, self._asked)
+            self._session.finish(self._asked)
             self._place.finished = self._asked
-            assert self._telling is not None
-            self._telling.finished(self.steps)
         self.close()
 
     def close(self) -> None:
         """Finish what is being saved, and hear no more signals."""
-        self._close(together=True)
+        self._session.close()
 
     def __enter__(self) -> Run:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
-        self._close(together=kind is None)
+        self._session.close(together=kind is None)
 
     # Boundaries
 
     def _at_boundary(self, come: Any = None, *, tail: bool = False) -> None:
         """`tail`: what comes next belongs to the body of the loop over batches, after `step`."""
-        if self._stopped is not None:
-            raise self._stopped  # somebody has caught it
-        assert self._boundaries is not None
+        if self._session.stopped is not None:
+            raise self._session.stopped  # somebody has caught it
         (come or self._boundaries.step)()
         if not self._boundaries.asked:
             return
         if self._boundaries.stop_asked:
             self._stop_here(tail)
         elif not self._pending and self._evaluating is None and not tail:
-            self._save_beside()
+            self._session.save_beside(lambda: self._save(background=True))
 
     def _stop_here(self, tail: bool) -> None:
         if self._pending and (self._completing or not self._give_up_step()):
@@ -360,21 +317,19 @@ class Run:
             restore_rng(rng, self._generators)
             self._place.sources[number].restore(source)
         self._tail = (tail or self._evaluating is not None) and bool(self._place.going)
-        self._stopped = self._stopping.stop(
-            self.steps, self._last_saved, lambda within: self._save(background=False, within=within)
-        )
+        stopped = self._session.stop(lambda within: self._save(background=False, within=within))
         for one in self._place.sources:
             one.end_workers()
-        raise self._stopped
+        ending.leave(stopped)
 
     def _give_up_step(self) -> bool:
         """Is there no time to finish the step that is running? Then back to the one before. All ranks decide alike."""
-        stop = self._guard.stop
+        stop = self._session.guard.stop
         left = stop.left() if stop is not None else None
         needed = self._checkpointer.seconds_for_save()
         late = left is not None and self._pace.rest_s() + (needed or 0.0) > left
         possible = self._rollback.possible and bool(self._place.going)
-        told = self._ranks.agree("give up the step", lambda: [late, possible])
+        told = self._session.ranks.agree("give up the step", lambda: [late, possible])
         if not (any(late for late, _ in told) and all(possible for _, possible in told)):
             return False
         log.warning("no time to finish the step that is running: back to step %d", self.steps)
@@ -382,7 +337,6 @@ class Run:
         return True
 
     def _ask_for_due_save(self, *, epoch_ended: bool = False) -> None:
-        assert self._boundaries is not None
         if self._checkpointer.schedule.due_at(self.steps, epoch_ended=epoch_ended):
             self._boundaries.save_is_due()
 
@@ -392,41 +346,17 @@ class Run:
 
     # Saving and resuming
 
-    def _save_beside(self) -> None:
-        """A periodic save. One that storage refuses is said, and the next is tried when it is due: training goes on."""
-        failed: BaseException | None = self._checkpointer.settle()
-        if failed is not None:
-            log.error("the periodic save before this one failed: %s", failed)
-        try:
-            self._save(background=True)
-        except (StorageError, RankFailed) as error:  # of another rank's storage the others hear as RankFailed
-            log.error("step %d is not saved: %s. Training goes on", self.steps, error)
-            assert self._boundaries is not None
-            self._checkpointer.schedule.saved(self.steps)
-            self._boundaries.saved()
-
     def _save(self, *, background: bool, within: timedelta | None = None) -> None:
-        loop = self._place.state(self._ranks.world_size)
+        loop = self._place.state(self._session.ranks.world_size)
         if self._evaluating is not None:
             number, _, source = self._evaluating
             loop["sources"][number] = source
         metrics = {name: float(value) for name, value in self._metrics.items()}
         loop |= {"tail": self._tail, "metrics": metrics}  # with the manifest go those of rank 0 alone
         loop["ddp"] = self._buckets
-        began = time.monotonic()
-        save = self._checkpointer.save(
-            self.steps,
-            epoch=self._place.epoch,
-            metrics=metrics,
-            values={"loop": loop},
-            background=background,
-            within=within,
+        self._session.save(
+            epoch=self._place.epoch, metrics=metrics, values={"loop": loop}, background=background, within=within
         )
-        self._last_saved = self.steps
-        assert self._boundaries is not None
-        assert self._telling is not None
-        self._boundaries.saved()
-        self._telling.saving(save, began)
         self._pace.interrupted()
 
     def _resume(self) -> Restored | None:
@@ -440,16 +370,21 @@ class Run:
                 "Go on with Checkpointer, or start over with fresh=True"
             )
         self._reentry = self._rng()
-        self._place.restore(loop, self._ranks.world_size)
+        self._place.restore(loop, self._session.ranks.world_size)
         self._place.finished = restored.finished
         self._tail = loop["tail"]
-        self._last_saved = restored.step
         self._first = False
         self._buckets = loop["ddp"]
         for name, watched in self._watched.items():
             watched.take(self._buckets.get(name, ()))
         restore_rng(self._reentry, self._generators)
         return restored
+
+    def _position(self) -> Position:
+        if self._metrics:
+            self._session.telling.tracker.metrics(self._metrics)
+        epochs, steps = self._asked
+        return Position(self._place.steps, steps, self._place.epochs_done(), epochs)
 
     def _rng(self) -> dict[str, Any]:
         return capture_rng(self._generators)
@@ -462,53 +397,6 @@ class Run:
             if active or not self._place.resumed_passes:
                 self._reentry = None
 
-    # What is told, and by whom
-
-    def _tell_step(self) -> None:
-        assert self._telling is not None
-        self._telling.step(self.steps, lambda: self._place.fraction(*self._asked))
-
-    def _told_to_stop(self) -> None:
-        stop = self._guard.stop
-        if stop is not None and stop.certain and (left := stop.left()) is not None:
-            # For the case that no boundary comes before that.
-            ending.within(left - MARGIN_S, why="the grace period is over:", decided=False)
-        if self._boundaries is not None:
-            self._boundaries.ask_to_stop()
-
-    def _lost_a_rank(self, error: RanksError) -> None:
-        """The main thread probably waits for a dead rank in a collective. While nothing but the store is lost, and
-        nobody wants to stop, training goes on."""
-        if isinstance(error, RankFailed) or self._guard.stop is not None:
-            ending.within(self._exit_wait.total_seconds(), code=1, why=f"{error};")
-
-    def _close(self, *, together: bool) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        if self._telling is not None and self._stopped is None and self._place.finished is None:
-            self._telling.closing(self.steps)
-        self._guard.close()
-        with contextlib.ExitStack() as stack:
-            if getattr(self, "_ranks", None) is not None:
-                stack.callback(self._ranks.close)
-            if getattr(self, "_checkpointer", None) is not None:
-                stack.callback(self._checkpointer._close, together=together)
-            if self._boundaries is not None:
-                stack.callback(self._boundaries.close)
-
-    def _close_earlier(self, root: Path) -> None:
-        """In a notebook the same cell may run twice."""
-        earlier = _open_runs.get(root)
-        if earlier is not None and not earlier._closed:
-            log.info("the run that this process has in %s is closed: a new one begins", root)
-            earlier.close()
-
 
 def _waiting(given: str | float | timedelta | None) -> timedelta | None:
     return given if given is None else timedelta(0) if given == 0 else parse_duration(given)
-
-
-def _close_at_exit(run: weakref.ref[Run]) -> None:
-    if (open_run := run()) is not None:
-        open_run._close(together=False)

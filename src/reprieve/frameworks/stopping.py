@@ -18,7 +18,7 @@ from typing import Any
 from reprieve.checkpoint.checkpointer import Checkpointer
 from reprieve.config import format_size
 from reprieve.errors import RanksError, ReprieveError
-from reprieve.frameworks.loop.telling import Telling
+from reprieve.frameworks.telling import Telling
 from reprieve.preemption.ending import Preempted, ending
 from reprieve.preemption.guard import Guard, Stop
 from reprieve.ranks.group import Ranks

@@ -22,7 +22,7 @@ from reprieve.ranks.step_protocol import SAVE, STOP
 
 log = logging.getLogger("reprieve")
 
-_LOOK_S = 0.02
+_LOOK_S = 0.05
 """How often to look, at most, at what nobody tells us: who has taken our wake-up descriptor, and what time it is."""
 _MINOR_BITS = 24
 _END = 2**_MINOR_BITS - 1
@@ -41,7 +41,7 @@ class Boundaries:
         on_look: Callable[[], None],
     ) -> None:
         """`on_lost`: told, on a background thread, that ranks are dead or cannot agree any more. `on_look`: called on
-        the training thread, 50 times a second at most."""
+        the training thread, 20 times a second at most."""
         self.asked = False
         """One of these two."""
         self.stop_asked = False

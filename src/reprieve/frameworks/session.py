@@ -1,0 +1,218 @@
+"""What a protected training is made of, whatever its loop looks like: signals, ranks, checkpoints, boundaries, the end.
+
+An adapter (`loop.run`, `transformers.training`) knows where its loop is and what belongs to a checkpoint. It comes to
+boundaries, asks there whether it has to save or to stop, and tells this session to.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import signal
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from reprieve.checkpoint.answers import Restored, Save
+from reprieve.checkpoint.checkpointer import Checkpointer
+from reprieve.clock import Clock
+from reprieve.config import parse_duration
+from reprieve.errors import RankFailed, RanksError, StorageError
+from reprieve.frameworks.boundary import Boundaries
+from reprieve.frameworks.stopping import MARGIN_S, Stopping
+from reprieve.frameworks.telling import Position, Telling
+from reprieve.preemption.deadline import grace_period
+from reprieve.preemption.ending import Preempted, ending
+from reprieve.preemption.guard import Guard
+from reprieve.progress.facts import SAVING
+from reprieve.ranks.group import LIMIT, Ranks
+from reprieve.settings import ALL, Settings
+from reprieve.storage.disk import Disk
+from reprieve.storage.uri import for_run
+
+log = logging.getLogger("reprieve")
+
+_open: weakref.WeakValueDictionary[Path, Session] = weakref.WeakValueDictionary()
+
+
+class Session:
+    """From the first signal that is heard to the last one."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        position: Callable[[], Position],
+        state: Mapping[str, Any],
+        bar: bool = True,
+        grace: str | float | timedelta | None = None,
+        signals: Iterable[int | str] = (signal.SIGTERM,),
+        notices: str | Sequence[str] = "auto",
+        exit_wait: str | float | timedelta = "5s",
+        rank_timeout: str | float | timedelta = LIMIT,
+        ranks: Ranks | None = None,
+        disk: Disk | None = None,
+        clock: Clock | None = None,
+        **checkpointer: Any,
+    ) -> None:
+        """`position`: how far the loop is. `state`: what the engine saves of itself. `bar`: nobody else draws one."""
+        assert settings.checkpoints is not None
+        ending.prepare()
+        self.settings = settings
+        self.root = for_run(settings.checkpoints)
+        self.stopped: Preempted | None = None
+        self.finished = False
+        self.last_saved: int | None = 0
+        """The step of the last checkpoint that was asked for, or restored."""
+        self._position = position
+        self._exit_wait = parse_duration(exit_wait)
+        self._closed = False
+        self._boundaries: Boundaries | None = None
+        self._telling: Telling | None = None
+        self.guard = Guard(
+            self._told_to_stop,
+            grace=grace_period(grace),
+            signals=signals,
+            kill_wait=settings.kill_wait,
+            notices=notices,
+        )
+        self._close_earlier()
+        self.guard.start()
+        try:
+            self.ranks = ranks if ranks is not None else Ranks.detect(parse_duration(rank_timeout))
+            self._telling = Telling(self.ranks.rank, self.ranks.world_size, settings, bar=bar)
+            self.checkpointer = Checkpointer(
+                self.root, every=settings.every, keep=None if settings.keep == ALL else int(settings.keep),
+                run=settings.name, fresh=settings.fresh, ranks=self.ranks, disk=disk, clock=clock,
+                **checkpointer, **state,
+            )  # fmt: skip
+            self._boundaries = Boundaries(
+                self.ranks.scoped("loop"), self.guard, self.checkpointer.schedule, self._lost_a_rank, self._tell_step
+            )
+            if self.guard.stop is not None:
+                self._boundaries.ask_to_stop()
+            self._stopping = Stopping(self.checkpointer, self.ranks, self.guard, self._exit_wait, self._telling)
+        except BaseException as error:
+            self.refused(error)
+            raise
+        _open[self.root] = self
+        atexit.register(_close_at_exit, weakref.ref(self))
+
+    @property
+    def boundaries(self) -> Boundaries:
+        assert self._boundaries is not None
+        return self._boundaries
+
+    @property
+    def telling(self) -> Telling:
+        assert self._telling is not None
+        return self._telling
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    # The beginning
+
+    def restored(self, found: Restored | None) -> None:
+        """What the run goes on from is known, and everything is restored."""
+        if found is not None:
+            self.last_saved = found.step
+            self.finished = found.finished is not None
+        self.telling.started(found.step if found else None, finished=self.finished, checkpointer=self.checkpointer)
+
+    def refused(self, error: BaseException) -> None:
+        """It could not be set up."""
+        if self._telling is not None:
+            self._telling.refused(error)
+        self.close()
+
+    # Saving
+
+    def save(self, *, background: bool, within: timedelta | None = None, **details: Any) -> Save:
+        """`details`: see `Checkpointer.save`."""
+        step, began = self._position().step, time.monotonic()
+        with self.telling.tracker.pausing(SAVING):
+            save = self.checkpointer.save(step, background=background, within=within, **details)
+        self.last_saved = step
+        self.boundaries.saved()
+        self.telling.saving(save, began)
+        return save
+
+    def save_beside(self, save: Callable[[], object]) -> None:
+        """A periodic save. One that storage refuses is said, and the next is tried when it is due: training goes on."""
+        failed: BaseException | None = self.checkpointer.settle()
+        if failed is not None:
+            log.error("the periodic save before this one failed: %s", failed)
+        try:
+            save()
+        except (StorageError, RankFailed) as error:  # of another rank's storage the others hear as RankFailed
+            step = self._position().step
+            log.error("step %d is not saved: %s. Training goes on", step, error)
+            self.checkpointer.schedule.saved(step)
+            self.boundaries.saved()
+
+    # The end
+
+    def stop(self, save: Callable[[timedelta | None], object]) -> Preempted:
+        """At a boundary that all ranks stand at: save, leave together; what to raise."""
+        self.stopped = self._stopping.stop(self._position().step, self.last_saved, save)
+        return self.stopped
+
+    def finish(self, what: Any) -> None:
+        """The last step is saved: mark it as the last."""
+        step = self._position().step
+        self.checkpointer.finish(step, what)
+        self.finished = True
+        self.telling.finished(step)
+
+    def close(self, *, together: bool = True) -> None:
+        """Finish what is being saved, and hear no more signals."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._telling is not None and self.stopped is None and not self.finished:
+            self._telling.closing(self._position().step)
+        self.guard.close()
+        with contextlib.ExitStack() as stack:
+            if getattr(self, "ranks", None) is not None:
+                stack.callback(self.ranks.close)
+            if getattr(self, "checkpointer", None) is not None:
+                stack.callback(self.checkpointer._close, together=together)
+            if self._boundaries is not None:
+                stack.callback(self._boundaries.close)
+
+    # What is told, and by whom
+
+    def _tell_step(self) -> None:
+        self.telling.step(self._position())
+
+    def _told_to_stop(self) -> None:
+        stop = self.guard.stop
+        if stop is not None and stop.certain and (left := stop.left()) is not None:
+            # For the case that no boundary comes before that.
+            ending.within(left - MARGIN_S, why="the grace period is over:", decided=False)
+        if self._boundaries is not None:
+            self._boundaries.ask_to_stop()
+
+    def _lost_a_rank(self, error: RanksError) -> None:
+        """The main thread probably waits for a dead rank in a collective. While nothing but the store is lost, and
+        nobody wants to stop, training goes on."""
+        if isinstance(error, RankFailed) or self.guard.stop is not None:
+            ending.within(self._exit_wait.total_seconds(), code=1, why=f"{error};")
+
+    def _close_earlier(self) -> None:
+        """In a notebook the same cell may run twice."""
+        earlier = _open.get(self.root)
+        if earlier is not None and not earlier.closed:
+            log.info("the run that this process has in %s is closed: a new one begins", self.root)
+            earlier.close()
+
+
+def _close_at_exit(session: weakref.ref[Session]) -> None:
+    if (open_session := session()) is not None:
+        open_session.close(together=False)

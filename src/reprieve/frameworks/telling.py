@@ -1,0 +1,149 @@
+"""What a run tells others: where it is, what is saved, how it ends.
+
+Its launcher (`reprieve run`), if it has one, hears it from every rank. Rank 0 speaks for the run to everybody else: a
+progress file, an HTTP port, a terminal, … (`progress/`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import time
+from typing import Any, NamedTuple
+
+from reprieve.checkpoint.answers import Save
+from reprieve.checkpoint.checkpointer import Checkpointer
+from reprieve.errors import RankFailed, needs_a_person
+from reprieve.progress import cluster, report
+from reprieve.progress.publisher import Publisher
+from reprieve.progress.report import STEP_EVERY_S, Reporter
+from reprieve.progress.tracker import Tracker
+from reprieve.settings import NEVER, Settings
+from reprieve.storage.uri import DRILL, local_path
+
+
+class Position(NamedTuple):
+    """How far a loop is."""
+
+    step: int
+    total_steps: int | None = None
+    epoch: float | None = None
+    total_epochs: float | None = None
+
+    @property
+    def fraction(self) -> float | None:
+        """How much is done, from 0 to 1; None: nobody knows."""
+        if self.total_steps:
+            return min(1.0, self.step / self.total_steps)
+        return min(1.0, self.epoch / self.total_epochs) if self.total_epochs and self.epoch is not None else None
+
+
+class Telling:
+    """Of one rank."""
+
+    def __init__(self, rank: int, world_size: int, settings: Settings, *, bar: bool) -> None:
+        """`bar`: nobody else draws one."""
+        # As the script says it, also where a drill writes elsewhere.
+        self._folder = str(local_path(settings.checkpoints or "."))
+        self._settings = settings
+        self._bar = bar
+        self._reporter = Reporter(rank, world_size)
+        self._next_step = 0.0
+        self._first = rank == 0
+        self._publisher: Publisher | None = None
+        self._reason = ""
+        self.tracker = Tracker()
+        """What there is to tell of the run. The adapter adds what only it knows: metrics, evaluations."""
+        if self._reporter.heard:
+            _show_stacks_when_asked()
+            self._reporter.tell(report.STARTING, checkpoints=self._folder)
+
+    def refused(self, error: BaseException) -> None:
+        """The run could not be set up."""
+        if needs_a_person(error):
+            # Who only heard of another rank's error tells that one: which of them is heard first is chance.
+            cause = error.reason if isinstance(error, RankFailed) else f"{type(error).__name__}: {error}"
+            self._reporter.tell(report.REFUSED, error=cause)
+
+    def started(self, resumed: int | None, *, finished: bool, checkpointer: Checkpointer) -> None:
+        self._reporter.tell(
+            report.STARTED,
+            checkpoints=self._folder,
+            resumed=resumed,
+            finished=finished,
+            **_state_in_drill(checkpointer),
+        )
+        self.tracker = Tracker(
+            resumed_from=resumed, restarts=checkpointer.attempt - 1, checkpointing=self._settings.every != NEVER
+        )
+        if self._first:
+            found = [one for one in checkpointer.list() if one.problem is None]
+            self.tracker.checkpoints(created=len(found), valid=len(found))
+            self._publisher = Publisher.from_environment(self.tracker, self._settings, bar=self._bar).start()
+            cluster.say_protected()
+
+    def step(self, at: Position) -> None:
+        """At boundaries, 20 times a second at most. The launcher: the first at once, then a few a second."""
+        self.tracker.plan(at.total_steps, at.total_epochs)
+        if at.step != self.tracker.at:
+            self.tracker.step(at.step, at.epoch)
+        if self._reporter.heard and (now := time.monotonic()) >= self._next_step and at.step:
+            self._next_step = now + STEP_EVERY_S
+            self._reporter.step(at.step, done=at.fraction, eta_s=self.tracker.eta_s())
+
+    def saving(self, save: Save, began: float) -> None:
+        """A save was asked for: when it is durable, that is told."""
+        if save.skipped is not None:
+            return
+        self.tracker.saving(save.step)
+
+        def durable() -> None:
+            took = time.monotonic() - began
+            self.tracker.saved(save.path, save.bytes)
+            self._reporter.tell(
+                report.SAVED, step=save.step, path=str(save.path), bytes=save.bytes, began=began, took=took
+            )
+
+        save.when_durable(durable)
+
+    def stopping(self, reason: str, step: int) -> None:
+        self._reason = reason
+        self._reporter.tell(report.STOPPING, reason=reason, step=step)
+
+    def stopped(self, step: int, *, saved: bool, times: dict[str, float], checkpointer: Checkpointer) -> None:
+        """`times`: when what was done, by the monotonic clock."""
+        self._reporter.tell(report.STOPPED, step=step, saved=saved, times=times, **_state_in_drill(checkpointer))
+        self.tracker.stopped(self._reason, saved=saved)
+        self._last_word()
+
+    def closing(self, step: int) -> None:
+        """The run ends, perhaps by an error: how far it came."""
+        if step:
+            self._reporter.tell(report.STEP, step=step)
+        self._last_word()
+
+    def finished(self, step: int) -> None:
+        self._reporter.tell(report.FINISHED, step=step)
+        self.tracker.finished()
+        self._last_word()
+
+    def _last_word(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close()
+
+
+def _state_in_drill(checkpointer: Checkpointer) -> dict[str, Any]:
+    """`reprieve drill` compares the state at the stop with the state after the start."""
+    if not os.environ.get(DRILL):
+        return {}
+    began = time.monotonic()
+    return {"fingerprint": checkpointer.fingerprint(), "fingerprint_s": time.monotonic() - began}
+
+
+def _show_stacks_when_asked() -> None:
+    """The launcher asks a job that hangs. Works while the main thread is in C code."""
+    if hasattr(signal, "SIGQUIT") and signal.getsignal(signal.SIGQUIT) is signal.SIG_DFL:
+        with contextlib.suppress(OSError, RuntimeError, AttributeError):  # stderr may be no file here
+            faulthandler.register(signal.SIGQUIT, all_threads=True)

@@ -1,0 +1,169 @@
+"""What Hugging Face saves, caught on its way to the disk: its files become layouts, with live tensors in them.
+
+Hugging Face decides what is saved and under which names; the engine decides how it gets to the disk. While a trainer's
+own code saves into a scratch folder, large `torch.save`s and safetensors are noted and not written. What else is there
+afterwards (configurations, tokenizers, the trainer's state) is read back. Each rank has a folder of its own, so nobody
+waits at a barrier for a rank that may have failed: the engine agrees on the outcome. Other threads and other folders
+go on as ever.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from reprieve.checkpoint.layout import FileLayout, LayoutBuilder, bytes_layout
+from reprieve.checkpoint.safetensors_file import can_hold, layout_one
+from reprieve.checkpoint.torch_file import layout_torch, tensors_in
+
+_LARGE = 2**20
+"""Bytes of tensors from which on a file is worth streaming. Smaller ones are as torch writes them, byte for byte."""
+
+_SAFETENSORS = {
+    "safetensors.torch": "save_file",
+    "transformers.modeling_utils": "safe_save_file",
+    "accelerate.utils.other": "safe_save_file",
+    "peft.peft_model": "safe_save_file",
+    "peft.utils.save_and_load": "safe_save_file",
+}
+"""Modules that hold the function under a name of their own."""
+
+_collecting = threading.local()
+
+
+class Collecting:
+    """From `with` to its end, in this thread: `files()` is what was saved below `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._caught: dict[str, FileLayout] = {}
+
+    def __enter__(self) -> Collecting:
+        assert getattr(_collecting, "now", None) is None, "one save at a time"
+        _collecting.now = self
+        _patches.enter()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _patches.leave()
+        _collecting.now = None
+
+    def files(self) -> list[FileLayout]:
+        """Large ones first, as they were given; then what is in the folder."""
+        found = list(self._caught.values())
+        for path in sorted(self._folder.rglob("*")):
+            name = path.relative_to(self._folder).as_posix()
+            if path.is_file() and name not in self._caught:
+                found.append(_as_it_is(name, path))
+        return found
+
+    def name_of(self, path: object) -> str | None:
+        """As the checkpoint calls it; None: it does not belong to it."""
+        if not isinstance(path, str | os.PathLike):
+            return None
+        whole = Path(os.path.abspath(os.fspath(path)))  # noqa: PTH100 - resolve() would follow links
+        return whole.relative_to(self._folder).as_posix() if whole.is_relative_to(self._folder) else None
+
+    def take(self, layout: FileLayout) -> None:
+        self._caught[layout.name] = layout
+
+
+def _save(real: Callable[..., None], obj: object, f: object, *args: Any, **kwargs: Any) -> None:
+    """In place of `torch.save`."""
+    here: Collecting | None = getattr(_collecting, "now", None)
+    name = here.name_of(f) if here is not None else None
+    if here is None or name is None or args or kwargs or _bytes_in(obj) < _LARGE:
+        real(obj, f, *args, **kwargs)
+    else:
+        here.take(layout_torch(name, obj))
+
+
+def _save_file(
+    real: Callable[..., None],
+    tensors: Mapping[str, torch.Tensor],
+    filename: object,
+    metadata: Any = None,
+    **kwargs: Any,
+) -> None:
+    """In place of `safetensors.torch.save_file`."""
+    here: Collecting | None = getattr(_collecting, "now", None)
+    name = here.name_of(filename) if here is not None else None
+    if here is None or name is None or kwargs or not all(can_hold(tensor) for tensor in tensors.values()):
+        real(tensors, filename, metadata, **kwargs)
+    else:
+        here.take(layout_one(name, tensors, metadata))
+
+
+def _barrier(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """In place of `torch.distributed.barrier`."""
+    return real(*args, **kwargs) if getattr(_collecting, "now", None) is None else None
+
+
+def _file_system_writer(real: Callable[..., Any], path: object, *args: Any, **kwargs: Any) -> Any:
+    """In place of DCP's `FileSystemWriter`."""
+    here: Collecting | None = getattr(_collecting, "now", None)
+    name = here.name_of(path) if here is not None else None
+    if here is None or name is None:
+        return real(path, *args, **kwargs)
+    from reprieve.frameworks.transformers.collecting_dcp import CollectingWriter
+
+    return CollectingWriter(name, here.take)
+
+
+def _bytes_in(obj: object) -> int:
+    return sum(tensor.nbytes for _, tensor in tensors_in(obj))
+
+
+def _as_it_is(name: str, path: Path) -> FileLayout:
+    if path.stat().st_size < _LARGE:
+        return bytes_layout(name, path.read_bytes())
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    builder = LayoutBuilder(name)
+    builder.add_bytes(mapped)  # type: ignore[arg-type]
+    return builder.build()
+
+
+class _Patches:
+    """The functions that are replaced while anybody collects."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._real: list[tuple[Any, str, Any]] = []
+
+    def enter(self) -> None:
+        with self._lock:
+            self._users += 1
+            if self._users > 1:
+                return
+            self._replace(torch, "save", _save)
+            if torch.distributed.is_available():
+                self._replace(torch.distributed, "barrier", _barrier)
+            if "torch.distributed.checkpoint" in sys.modules:
+                self._replace(sys.modules["torch.distributed.checkpoint"], "FileSystemWriter", _file_system_writer)
+            for module, name in _SAFETENSORS.items():
+                if hasattr(sys.modules.get(module), name):
+                    self._replace(sys.modules[module], name, _save_file)
+
+    def leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                while self._real:
+                    setattr(*self._real.pop())
+
+    def _replace(self, module: Any, name: str, ours: Callable[..., None]) -> None:
+        real = getattr(module, name)
+        self._real.append((module, name, real))
+        setattr(module, name, lambda *args, **kwargs: ours(real, *args, **kwargs))
+
+
+_patches = _Patches()

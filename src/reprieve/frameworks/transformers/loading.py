@@ -1,0 +1,95 @@
+"""Reading a checkpoint with the trainer's own code, but strictly: what does not fit is an error, not a warning.
+
+Transformers resumes with `load_state_dict(strict=False)`. Models whose weights have other names on disk than in memory
+(Mixtral's and Qwen2-MoE's experts) lose them that way without a word; these are read through `from_pretrained`,
+which knows the names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.trainer_callback import ExportableState
+
+from reprieve.errors import ReprieveError, StateMismatch
+
+log = logging.getLogger("reprieve")
+
+_MISFITS = ("state_dict", "size mismatch", "Can't find a valid checkpoint")
+"""How torch, PEFT and transformers say it."""
+
+
+# Transformers 5.17 loads the optimizer of several ranks without GPUs to "cpu:0", which torch does not know.
+torch.serialization.register_package(
+    100, lambda storage: None, lambda storage, location: storage if location.startswith("cpu:") else None
+)
+
+
+@contextlib.contextmanager
+def explained(path: str) -> Iterator[None]:
+    """Weights of other shapes or names: said as such."""
+    try:
+        yield
+    except ReprieveError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        if not any(words in str(error) for words in _MISFITS):
+            raise  # out of memory, and whatever else can go wrong
+        raise StateMismatch(
+            f"{path} does not fit this model: {error}. Train the model that it is of, or give another output_dir, or "
+            "start over (reprieve run --fresh)"
+        ) from error
+
+
+def complete(model: Any, result: Any, path: str) -> None:
+    """`result`: what `load_state_dict(strict=False)` answered. Read what it has left out, or raise StateMismatch."""
+    missing, unexpected = _missing(model, result.missing_keys), list(result.unexpected_keys)
+    if not missing and not unexpected:
+        tie = getattr(model, "tie_weights", None)
+        if result.missing_keys and tie is not None:
+            tie()
+        return
+    if isinstance(model, PreTrainedModel) and missing and unexpected:
+        # What it does not find it makes up, and says so.
+        read: Any = type(model).from_pretrained
+        converted, info = read(
+            path, config=model.config, dtype=next(model.parameters()).dtype, output_loading_info=True
+        )
+        missing, unexpected = _missing(model, info["missing_keys"]), list(info["unexpected_keys"])
+        if not missing and not unexpected:
+            log.info("the weights in %s have other names: they were converted", path)
+            model.load_state_dict(converted.state_dict())
+    if missing or unexpected:
+        raise StateMismatch(
+            f"{path} is of another model: "
+            + "; ".join(
+                f"{len(keys)} weights {what}, such as {', '.join(sorted(keys)[:3])}"
+                for what, keys in (("are missing", missing), ("are unknown", unexpected))
+                if keys
+            )
+        )
+
+
+def callbacks(trainer: Any) -> None:
+    """The state of callbacks, into those that are there; the trainer would make new ones, in another order."""
+    known: dict[str, list[Any]] = {}
+    for one in trainer.callback_handler.callbacks:
+        if isinstance(one, ExportableState):
+            known.setdefault(type(one).__name__, []).append(one)
+    for name, data in trainer.state.stateful_callbacks.items():
+        for one, saved in zip(known.get(name, ()), data if isinstance(data, list) else [data], strict=False):
+            for attribute, value in saved.get("attributes", {}).items():
+                setattr(one, attribute, value)
+
+
+def _missing(model: Any, keys: Collection[str]) -> list[str]:
+    """Those that are missed: others are tied to what is there, or are never saved."""
+    left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    state = model.state_dict(keep_vars=True)
+    pointers = {value.data_ptr() for key, value in state.items() if key not in keys and value.numel()}
+    return [key for key in keys if key not in left_out and state[key].data_ptr() not in pointers]

@@ -1,0 +1,95 @@
+"""What of a trainer is in no file that Hugging Face saves, and still decides how training goes on.
+
+    random numbers   stock saves them too, but restores them at another point than where they were taken
+    flags            what its control says is due: to log, to evaluate, to save, to end the epoch or the training
+    losses           the sum since the last log line, and since the beginning
+    TRL              its averages since the last log line, GRPO's place in a batch of generations
+
+A dict of plain values and tensors: it is saved, by every rank, and loaded with weights_only.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers.trainer_callback import ExportableState
+
+from reprieve.checkpoint.rng import capture_rng
+from reprieve.data.randomness import restore_global
+
+_FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+_LOSSES = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step")  # not every version has them all
+_OF_TRL = ("_metrics", "_total_train_tokens", "_step", "_buffered_inputs")
+
+
+def take(trainer: Any) -> dict[str, Any]:
+    """Now."""
+    return {
+        "rng": capture_rng({}),
+        "flags": {name: bool(getattr(trainer.control, name)) for name in _FLAGS},
+        "tr_loss": float(trainer._tr_loss),
+        "losses": {name: vars(trainer)[name] for name in _LOSSES if name in vars(trainer)},
+        "trl": {name: _plain(vars(trainer)[name]) for name in _OF_TRL if name in vars(trainer)},
+    }
+
+
+def put_back(trainer: Any, moment: Mapping[str, Any]) -> None:
+    """As it was then."""
+    restore_global(moment["rng"])
+    for name, flag in moment["flags"].items():
+        setattr(trainer.control, name, flag)
+    trainer._tr_loss.fill_(moment["tr_loss"])
+    for name, value in moment["losses"].items():
+        setattr(trainer, name, value)
+    for name, value in moment["trl"].items():
+        if name in vars(trainer):
+            setattr(trainer, name, _filled(vars(trainer)[name], value, trainer.args.device))
+
+
+class Before:
+    """A trainer before an evaluation, in memory: a stop in it goes back to there."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.moment = take(trainer)
+        self._logged = len(trainer.state.log_history)
+        self._callbacks = [
+            (one, copy.deepcopy(one.state().get("attributes", {})))
+            for one in trainer.callback_handler.callbacks
+            if isinstance(one, ExportableState)
+        ]
+
+    def go_back(self) -> None:
+        trainer = self._trainer
+        del trainer.state.log_history[self._logged :]
+        for one, attributes in self._callbacks:
+            for name, value in attributes.items():
+                setattr(one, name, value)
+        if callable(getattr(trainer.optimizer, "train", None)):
+            trainer.optimizer.train()  # those without a schedule hold other weights in an evaluation
+        put_back(trainer, self.moment)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    return [_plain(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+def _filled(live: Any, value: Any, device: torch.device) -> Any:
+    """The value in the containers that are there: TRL's make an empty list for a name that they do not know."""
+    if isinstance(live, dict) and isinstance(value, Mapping):
+        known = {key: _filled(live.get(key), one, device) for key, one in value.items()}
+        live.clear()
+        live.update(known)
+        return live
+    if isinstance(value, Mapping):
+        return {key: _filled(None, one, device) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_filled(None, one, device) for one in value]
+    return value.to(device) if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,67 @@
+"""A trainer that can be stopped: each call of its `train` is a `Training`. Only this instance is changed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from transformers.trainer_callback import TrainerCallback
+
+from reprieve.frameworks.transformers import starting
+from reprieve.frameworks.transformers.pushing import Pushing
+from reprieve.frameworks.transformers.training import Training
+
+log = logging.getLogger("reprieve")
+
+
+class Protection:
+    """Of one trainer, for as many calls of `train` as there are."""
+
+    def __init__(self, trainer: Any, options: Mapping[str, Any]) -> None:
+        self._trainer = trainer
+        self._options = dict(options)
+        self._calls = 0
+        self._pushing = Pushing(trainer)
+        self.training: Training | None = None
+        """The call that is running."""
+        trainer.add_callback(_Events(self))
+
+    def train(
+        self, real: Callable[..., Any], resume_from_checkpoint: Any = None, trial: Any = None, **kwargs: Any
+    ) -> Any:
+        """In place of `Trainer.train`, which is `real`."""
+        trainer = self._trainer
+        if self.training is not None:
+            return real(resume_from_checkpoint, trial, **kwargs)
+        if trial is not None:
+            log.warning("a trial of a hyperparameter search is not protected: it runs as it always does")
+            return real(resume_from_checkpoint, trial, **kwargs)
+        starting.check(trainer)
+        starting.remove_rivals(trainer)
+        self._calls += 1
+        settings, rest = starting.settings(trainer, self._options, self._calls)
+        self.training = Training(trainer, self._pushing, settings, rest)
+        try:
+            return self.training.run(real, resume_from_checkpoint, trial, **kwargs)
+        finally:
+            self.training = None
+
+
+class _Events(TrainerCallback):
+    """What only callbacks are told."""
+
+    def __init__(self, protection: Protection) -> None:
+        self._protection = protection
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        if self._protection.training is not None:
+            self._protection.training.begun()
+
+    def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
+        if self._protection.training is not None:
+            self._protection.training.epoch_ended()
+
+    def on_log(self, *args: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        if self._protection.training is not None and logs:
+            self._protection.training.logged(logs)

@@ -1,0 +1,122 @@
+"""Where a training goes on: from which checkpoint, in which epoch, at which batch, and what was due there.
+
+The trainer loads a checkpoint with its own code, told where to enter. It enters the epoch that was interrupted, and
+first does what its control's flags say was still due.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from reprieve.checkpoint.rng import capture_rng, restore_rng
+from reprieve.frameworks.session import Session
+from reprieve.frameworks.transformers import loading, moment, starting
+from reprieve.frameworks.transformers.replacing import given
+from reprieve.frameworks.transformers.seeking import Seeking
+
+log = logging.getLogger("reprieve")
+
+
+class Resuming:
+    """Of one training."""
+
+    def __init__(self, trainer: Any, session: Session, real: Mapping[str, Callable[..., Any]], asked: Any) -> None:
+        """`real`: the trainer's own methods. `asked`: what the script gave to `train`."""
+        self._trainer = trainer
+        self._session = session
+        self._real = real
+        restored = session.checkpointer.restore(whole=True, needs="trainer_state.json")
+        self.path = starting.point(session, restored, asked)
+        """The checkpoint to load."""
+        self.given = os.fspath(asked) if isinstance(asked, (str, os.PathLike)) else None
+        self.place = starting.place(restored, trainer) if restored is not None else None
+        """Where the process before was; None: nowhere, or we are there again."""
+        self._exact = self.place is not None
+        """That is known, and it is not only known what stock checkpoints say."""
+        if restored is not None and not self._exact:
+            log.warning("%s was saved by other means: it is resumed as stock transformers does", restored.path)
+        session.restored(restored)
+        if session.finished:
+            log.warning(
+                "already finished after %d steps: nothing to train, if not more is asked for", session.last_saved
+            )
+
+    def hooks(self) -> dict[str, Callable[..., Any]]:
+        """What is called in place of methods of the trainer."""
+        return {
+            "set_initial_training_values": self._set_initial_training_values,
+            "_init_training_state": self._init_training_state,
+            "_load_from_checkpoint": self._load_from_checkpoint,
+            "_load_best_model": self._load_best_model,
+            "_issue_warnings_after_load": self._check_loaded,
+            "_load_callback_state": lambda: loading.callbacks(self._trainer),
+            "_load_rng_state": self._load_rng_state,
+        }
+
+    def _load_from_checkpoint(self, path: str, *args: Any, **kwargs: Any) -> None:
+        self._loading = path
+        with loading.explained(path):
+            self._real["_load_from_checkpoint"](path, *args, **kwargs)
+
+    def _load_best_model(self) -> None:
+        self._loading = self._trainer.state.best_model_checkpoint
+        with loading.explained(self._loading):
+            self._real["_load_best_model"]()
+
+    def _check_loaded(self, result: Any) -> None:
+        loading.complete(self._trainer.model, result, self._loading)
+
+    def _set_initial_training_values(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """How much there is to do. Steps of another size than those that are done count as what they are."""
+        *others, max_steps = self._real["set_initial_training_values"](*args, **kwargs)
+        resumed, arguments = self.place, self._trainer.args
+        if resumed is not None and "steps" in resumed and arguments.max_steps <= 0:
+            in_epoch = resumed["position"]["consumed"] // arguments.gradient_accumulation_steps
+            done = resumed["epoch"] * others[1] + in_epoch
+            max_steps += resumed["steps"] - done
+        return (*others, max_steps)
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Where the loop goes on: in which epoch, and at which batch of it."""
+        found: tuple[int, int] = self._real["_init_training_state"](*args, **kwargs)
+        trainer = self._trainer
+        self._session.checkpointer.pin(trainer.state.best_global_step)
+        max_steps = given(self._real["_init_training_state"], args, kwargs)["max_steps"]
+        trainer.state.compute_steps(trainer.args, max_steps)  # how often to log and save is as the script says it now
+        if self.place is None:
+            return found
+        starting.check_length(trainer.state, max_steps)
+        return self.place["epoch"], self.place["position"]["consumed"]
+
+    def _load_rng_state(self, path: str | None) -> None:
+        if not self._exact:
+            self._real["_load_rng_state"](path)
+
+    def enter(self, loader: Seeking, epoch: dict[str, Any]) -> bool:
+        """The epoch that was interrupted, and what was due in it. Is it over? `epoch`: what `_run_epoch` is given."""
+        trainer, resumed = self._trainer, self.place
+        assert resumed is not None
+        self.place = None
+        moment.put_back(trainer, resumed["moment"])
+        control, state = trainer.control, trainer.state
+        if state.global_step >= resumed["max_steps"]:
+            control.should_training_stop = state.global_step >= state.max_steps
+        loader.go_on(resumed["position"], lambda: None)
+        if control.should_evaluate or control.should_save:
+            names = ("model", "trial", "epoch", "ignore_keys_for_eval", "start_time")
+            trainer._maybe_log_save_evaluate(
+                trainer._tr_loss, None, **{name: epoch[name] for name in names}, learning_rate=None
+            )
+        if resumed["ended"]:
+            loader.go_on(None, lambda: None)
+            return True
+        rng = capture_rng({})
+        loader.go_on(resumed["position"], lambda: restore_rng(rng, {}))
+        if control.should_epoch_stop or control.should_training_stop:
+            # No batch is left, and the end of the epoch is.
+            done = epoch["steps_trained_in_current_epoch"] // trainer.args.gradient_accumulation_steps
+            epoch["num_update_steps_per_epoch"] = done
+        return False

@@ -1,0 +1,136 @@
+"""Before the first step: what a trainer's arguments mean to us, what stands in the way, and where a run goes on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainingArguments
+from transformers.trainer_callback import ProgressCallback
+
+from reprieve.checkpoint.answers import Restored
+from reprieve.checkpoint.blocks import BlockPool
+from reprieve.checkpoint.verify import verify
+from reprieve.errors import ConfigError, StateMismatch
+from reprieve.frameworks.session import Session
+from reprieve.progress.bar import terminal
+from reprieve.settings import ALL, NEVER, Settings, resolve
+
+log = logging.getLogger("reprieve")
+
+_SETTINGS = ("checkpoints", "every", "keep", "fresh", "name", "kill_wait")
+
+
+def check(trainer: Any) -> None:
+    """Raise for what cannot be resumed from."""
+    if trainer.args.save_only_model:
+        raise ConfigError(
+            "save_only_model=True: such a checkpoint has no optimizer, and training cannot go on from it. Take it out "
+            "of TrainingArguments; save_model() saves the model alone"
+        )
+    if trainer.is_deepspeed_enabled:
+        raise ConfigError(
+            "DeepSpeed writes its checkpoints itself, and not as a whole: Reprieve cannot make them safe. Use FSDP2 "
+            "(TrainingArguments(fsdp=…)), or run without Reprieve"
+        )
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if trainer.is_fsdp_enabled and "FULL" in str(getattr(plugin, "state_dict_type", "")):
+        log.warning(
+            "FSDP with FULL_STATE_DICT gathers the whole model and its optimizer on rank 0 for every checkpoint, which "
+            "takes time and memory: SHARDED_STATE_DICT does without"
+        )
+
+
+def settings(trainer: Any, options: Mapping[str, Any], call: int) -> tuple[Settings, dict[str, Any]]:
+    """What was said to us wins over TrainingArguments, which win over our defaults. The rest of the options are the
+    session's."""
+    args: TrainingArguments = trainer.args
+    found = resolve({name: options.get(name) for name in _SETTINGS}, options=False)
+    said = {name: source != "default" for name, source in found.sources.items()}
+    folder = Path(found.checkpoints or str(args.output_dir))
+    changed = replace(
+        found,
+        # The checkpoints of a second training have the same names as those of the first.
+        checkpoints=os.fspath(folder if call == 1 else folder / f"train-{call}"),
+        every=found.every if said["every"] else NEVER,
+        keep=found.keep if said["keep"] else args.save_total_limit or ALL,
+    )
+    return changed, {name: value for name, value in options.items() if name not in _SETTINGS}
+
+
+def point(session: Session, restored: Restored | None, asked: Any) -> str | None:
+    """Where training goes on. `asked`: what the script gave to `train`, which is where the run begins."""
+    given = Path(asked).absolute() if isinstance(asked, (str, os.PathLike)) else None
+    if restored is None:
+        if given is None:
+            return None  # True, where nothing was saved yet, is no error
+        verify(given, BlockPool(limit=2))
+        return str(asked)
+    ours = restored.values.get("transformers")
+    began = Path(ours["given"]).absolute() if ours and ours["given"] else None
+    if given is None or given == restored.path.absolute():
+        return os.fspath(restored.path)
+    if given != began and given.parent != session.root.absolute():
+        raise StateMismatch(
+            f"the script begins at {asked}, and {session.root} holds checkpoints of a run that did not: give another "
+            "output_dir, or start over (reprieve run --fresh)"
+        )
+    log.warning("the run began at %s, and goes on from %s", asked, restored.path)
+    return os.fspath(restored.path)
+
+
+def place(restored: Restored, trainer: Any) -> Mapping[str, Any] | None:
+    """Where the loop was, in the batches of this process: they may be others now, of other ranks. Then `steps` says how
+    many steps were done with those before."""
+    saved: Mapping[str, Any] | None = restored.values.get("transformers")
+    if saved is None:
+        return None
+    ranks, size = trainer.args.world_size, trainer._train_batch_size
+    if (ranks, size) == (saved["world_size"], saved["batch_size"]):
+        return saved
+    position = saved["position"]
+    samples = position["consumed"] * saved["world_size"] * saved["batch_size"]
+    log.warning(
+        "the checkpoint was written by %d ranks with batches of %d, these are %d with batches of %d: the run goes on "
+        "at the same place in the data (%d samples of this epoch are done), but no longer bit for bit as it would%s",
+        saved["world_size"], saved["batch_size"], ranks, size, samples,
+        f"; {left} of them come again" if (left := samples % (ranks * size)) else "",
+    )  # fmt: skip
+    same = {name: position[name] for name in ("start", "iteration") if name in position}
+    there = {**same, "consumed": samples // (ranks * size)}
+    return {**saved, "position": there, "source": None, "buckets": [], "steps": restored.step}
+
+
+def check_length(state: Any, max_steps: int) -> None:
+    if state.global_step > max_steps:
+        raise StateMismatch(
+            f"the checkpoint is of step {state.global_step}, and there are {max_steps} steps to train: ask for more "
+            "(max_steps, num_train_epochs), or start over (reprieve run --fresh)"
+        )
+
+
+def replaces_bar(trainer: Any) -> bool:
+    """Ours instead of transformers' (tqdm), where one can be drawn: it also shows what is saved."""
+    if terminal() is None or trainer.args.disable_tqdm:
+        return False
+    trainer.remove_callback(ProgressCallback)
+    return True
+
+
+def remove_rivals(trainer: Any) -> None:
+    """Transformers' own just-in-time checkpoints would save as well, and go on training."""
+    for one in list(trainer.callback_handler.callbacks):
+        if type(one).__name__ == "KubeflowCallback":
+            trainer.remove_callback(one)  # says 100 % after a stop; we tell the same server
+        elif type(one).__name__ == "JITCheckpointCallback":
+            log.warning("enable_jit_checkpoint=True: Reprieve does that now, and transformers' own does not")
+            trainer.remove_callback(one)
+            before = getattr(one.jit_manager, "_original_sigterm_handler", None)
+            if before is not None and threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, before)

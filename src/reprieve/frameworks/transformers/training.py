@@ -1,0 +1,310 @@
+"""One call of `train`: what happens in place of some of the trainer's methods while it runs.
+
+    train ─► resume ─► _run_epoch ─► get_batch_samples: a boundary ─► a step ─► log, evaluate, save ─► … ─► finished
+                                                                          └─ prediction_step: boundaries in there
+
+Before each fetch everything up to there is a completed step: there it is saved when our schedule says so, and stopped.
+A checkpoint says how far the loop was in its epoch, and in its control's flags what was still due (`resuming.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+from reprieve.frameworks import ddp
+from reprieve.frameworks.session import Session
+from reprieve.frameworks.telling import Position
+from reprieve.frameworks.transformers import followers, moment, starting
+from reprieve.frameworks.transformers.pushing import Pushing
+from reprieve.frameworks.transformers.replacing import given, replaced
+from reprieve.frameworks.transformers.resuming import Resuming
+from reprieve.frameworks.transformers.saving import Contents
+from reprieve.frameworks.transformers.seeking import Seeking, sought
+from reprieve.preemption.ending import ending
+from reprieve.progress.facts import EVALUATING
+from reprieve.settings import NEVER, Settings
+
+
+class Training:
+    """Of one trainer, from the session's beginning to its end."""
+
+    def __init__(self, trainer: Any, pushing: Pushing, settings: Settings, rest: Mapping[str, Any]) -> None:
+        """`rest`: options of the session."""
+        self._trainer = trainer
+        self._pushing = pushing
+        self._contents = Contents(trainer, trainer._save_checkpoint, pushing)
+        self._real: dict[str, Callable[..., Any]] = {}
+        """The trainer's own methods, of those that are replaced."""
+        self._loader: Seeking | None = None
+        self._before: moment.Before | None = None
+        """The trainer before the evaluation that is running."""
+        self._logging = False
+        """What `_maybe_log_save_evaluate` does is being done."""
+        self._where = {"epoch": 0, "ended": False}
+        self._first = True
+        """No step was done in this process."""
+        self._line: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
+        """What `_maybe_log_save_evaluate` was given for the last step."""
+        self._last: dict[str, Any] = {}
+        """What a log line says of the last step, if that was before the resume."""
+        self._watched: ddp.BucketOrder | None = None
+        self._buckets: list[str] = []
+        self._began, self._earlier_s = time.monotonic(), 0.0
+        trainer.state.global_step = 0  # of an earlier training
+        self._session = Session(
+            settings, position=self._position, state={}, rng=False, bar=starting.replaces_bar(trainer), **rest
+        )
+        self._by_count = self._session.checkpointer.schedule.by_count
+
+    def run(self, train: Callable[..., Any], asked: Any, *args: Any, **kwargs: Any) -> Any:
+        """`train`: the trainer's own. `asked`: which checkpoint the script asked it to resume from."""
+        session = self._session
+        together = False
+        try:
+            self._resuming = Resuming(self._trainer, session, self._real, asked)
+            place = self._resuming.place
+            with self._hooked(), sought(), followers.going_on(self._trainer, place["followers"] if place else {}):
+                result = train(self._resuming.path, *args, **kwargs)
+            together = True
+            return result
+        except BaseException as error:
+            session.telling.refused(error)
+            raise
+        finally:
+            if session.stopped is None:
+                session.close(together=together)
+
+    @contextlib.contextmanager
+    def _hooked(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for name, ours in {**self._resuming.hooks(), **self._hooks()}.items():
+                real = self._real[name] = getattr(self._trainer, name)
+                stack.enter_context(replaced(self._trainer, name, _as(real, ours)))
+            yield
+
+    def _hooks(self) -> dict[str, Callable[..., Any]]:
+        """What is called in place of methods of the trainer."""
+        return {
+            "get_train_dataloader": self._get_train_dataloader,
+            "_run_epoch": self._run_epoch,
+            "get_batch_samples": self._get_batch_samples,
+            "_maybe_log_save_evaluate": self._maybe_log_save_evaluate,
+            "_evaluate": self._evaluate_for_loop,
+            "evaluate": self._evaluate,
+            "prediction_step": self._prediction_step,
+            "_save_checkpoint": self._save_checkpoint,
+            "_finalize_training": self._finalize_training,
+        }
+
+    def _position(self) -> Position:
+        state = self._trainer.state
+        return Position(int(state.global_step), state.max_steps, state.epoch, state.num_train_epochs)
+
+    # The beginning
+
+    def _get_train_dataloader(self) -> Any:
+        self._loader = Seeking(self._real["get_train_dataloader"](), self._session.guard.signals)
+        return self._loader
+
+    def begun(self) -> None:
+        """on_train_begin: everything is loaded, and nothing trained."""
+        self._watched = ddp.watch({"model": self._trainer.model_wrapped}).get("model")
+        resumed = self._resuming.place
+        if resumed is None:
+            return
+        if self._watched is not None:
+            self._watched.take(resumed["buckets"])
+            self._buckets = resumed["buckets"]
+        self._last, self._earlier_s = dict(resumed["last"]), resumed["seconds"]
+        if resumed["source"] is not None:
+            assert self._loader is not None
+            self._loader.restore(resumed["source"])
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        real = self._real["_run_epoch"]
+        epoch = given(real, args, kwargs)
+        self._where = {"epoch": epoch["epoch"], "ended": False}
+        if (resumed := self._resuming.place) is not None:
+            assert self._loader is not None
+            self._where["ended"] = resumed["ended"]
+            if self._resuming.enter(self._loader, epoch):
+                return
+        real(**epoch)
+
+    # Boundaries
+
+    def _get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        session, loader = self._session, self._loader
+        assert loader is not None
+        loader.mark()
+        if session.stopped is not None:
+            raise session.stopped  # somebody has caught it
+        boundaries = session.boundaries
+        if self._by_count and session.checkpointer.schedule.due_at(self._trainer.state.global_step):
+            boundaries.save_is_due()
+        boundaries.step()
+        if boundaries.asked:
+            flags = self._trainer.control
+            flags.should_evaluate = flags.should_save = False
+            if boundaries.stop_asked:
+                self._stop()
+            session.save_beside(lambda: self._save(background=True))
+        return self._real["get_batch_samples"](*args, **kwargs)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        # After every step: each call that is not made is a microsecond.
+        real = self._real["_maybe_log_save_evaluate"]
+        if self._first:
+            self._first = False
+            self._after_first_step()
+        if self._last:
+            kwargs, args = self._with_last(given(real, args, kwargs)), ()
+        self._line = args, kwargs
+        self._logging = True
+        try:
+            real(*args, **kwargs)
+        finally:
+            self._logging = False
+
+    def _after_first_step(self) -> None:
+        """Memory for the copies that periodic saves write from is made beside training; DDP has sorted its buckets."""
+        session = self._session
+        if self._watched is not None:
+            self._buckets = self._watched.known()
+        if self._trainer.args.save_strategy != "no" or session.settings.every != NEVER:
+            session.checkpointer.warm_up(more=self._contents.size(session.ranks.rank))
+
+    def _with_last(self, line: dict[str, Any]) -> dict[str, Any]:
+        """The end of an epoch whose last step was before the resume has nothing to say of it."""
+        if line.get("learning_rate") is None:
+            return line | self._last
+        self._last = {}
+        return line
+
+    def _of_last_step(self) -> dict[str, float | None]:
+        """What a log line says of it."""
+        line = given(self._real["_maybe_log_save_evaluate"], *self._line) if self._line else self._last
+        values = {name: line.get(name) for name in ("grad_norm", "learning_rate")}
+        return {name: None if value is None else float(value) for name, value in values.items()}
+
+    def _evaluate_for_loop(self, *args: Any, **kwargs: Any) -> Any:
+        if self._resuming.place is not None:
+            return {}  # eval_on_start: it was evaluated when it was started
+        return self._real["_evaluate"](*args, **kwargs)
+
+    def _prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._before is not None:
+            self._stop_in_evaluation(self._session.boundaries.evaluation_step)
+        return self._real["prediction_step"](*args, **kwargs)
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Each evaluation of a dataset; one of several datasets has others in it."""
+        if not self._logging or self._before is not None:
+            return self._real["evaluate"](*args, **kwargs)
+        self._before = moment.Before(self._trainer)
+        try:
+            self._stop_in_evaluation(self._session.boundaries.step)
+            with self._session.telling.tracker.pausing(EVALUATING):
+                return self._real["evaluate"](*args, **kwargs)
+        finally:
+            self._before = None
+
+    def _stop_in_evaluation(self, come: Callable[[], None]) -> None:
+        session = self._session
+        if session.stopped is not None:
+            raise session.stopped
+        come()
+        if session.boundaries.stop_asked:
+            assert self._before is not None
+            self._before.go_back()
+            self._stop()
+
+    def _stop(self) -> None:
+        session = self._session
+        self._pushing.stop()
+        stopped = session.stop(lambda within: self._save(background=False, within=within))
+        assert self._loader is not None
+        self._loader.end_workers()
+        ending.leave(stopped)
+
+    # Saving
+
+    def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
+        """Hugging Face says that a save is due."""
+        session, control = self._session, self._trainer.control
+        control.should_save = False  # once it is resumed from, it is done
+        if self._trainer.state.global_step == session.last_saved:
+            self._contents.note_best(session.root)
+            self._pushing.push(session)  # it was saved at a stop, and not pushed
+        else:
+            session.save_beside(lambda: self._save(background=not self._contents.somebody_looks()))
+        session.checkpointer.pin(self._trainer.state.best_global_step)
+        control.should_save = True
+
+    def _save(self, *, background: bool, within: timedelta | None = None) -> None:
+        session, trainer = self._session, self._trainer
+        session.save(
+            epoch=trainer.state.epoch,
+            metrics=self._contents.metrics(),
+            values={"transformers": self._values()},
+            files=lambda: self._contents.collect(session),
+            background=background and not trainer.args.push_to_hub,
+            within=within,
+        )
+        self._pushing.push(session)
+
+    def _values(self) -> dict[str, Any]:
+        trainer, loader = self._trainer, self._loader
+        assert loader is not None
+        loader.mark()  # here, too: the step may be followed by a save before the next fetch
+        return {
+            **self._where,
+            "position": loader.position,
+            "source": loader.state(),
+            "moment": moment.take(trainer),
+            "last": self._of_last_step(),
+            "buckets": self._buckets,
+            "max_steps": trainer.state.max_steps,
+            "world_size": trainer.args.world_size,
+            "batch_size": trainer._train_batch_size,
+            "seconds": self._earlier_s + time.monotonic() - self._began,
+            "given": self._resuming.given,
+            "followers": followers.ids(trainer),
+        }
+
+    # The end
+
+    def epoch_ended(self) -> None:
+        """on_epoch_end, the last of the callbacks."""
+        self._where["ended"] = True
+        if self._by_count and self._session.checkpointer.schedule.due_at(self._position().step, epoch_ended=True):
+            self._session.boundaries.save_is_due()
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        session, trainer = self._session, self._trainer
+        real = self._real["_finalize_training"]
+        session.boundaries.finish()
+        if trainer.state.global_step != session.last_saved:
+            self._save(background=False)
+        session.finish({"max_steps": trainer.state.max_steps})
+        end = given(real, args, kwargs)
+        end["start_time"] -= self._earlier_s
+        with self._contents.nowhere():  # it would remove checkpoints
+            return real(**end)
+
+    def logged(self, logs: Mapping[str, Any]) -> None:
+        """on_log."""
+        tracker = self._session.telling.tracker
+        of_evaluation = {name: value for name, value in logs.items() if name.startswith("eval_")}
+        tracker.evaluation(of_evaluation)
+        tracker.metrics({name: value for name, value in logs.items() if name not in of_evaluation})
+
+
+def _as(real: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    """Ours, with the name and the signature of the trainer's own."""
+    return functools.wraps(real)(functools.partial(ours))

@@ -1,0 +1,145 @@
+"""Trainers of every shape are stopped and go on: accumulation, limits, best models, early stops, several trainings."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from .hf_jobs import HfJob, seen
+from .hf_kit import attempt, checkpoints, goes_on, stopped, undisturbed
+from .stop_scenario_jobs import told
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> HfJob:
+    return HfJob(str(tmp_path / "job"))
+
+
+def _exact(job: HfJob, *places: tuple[str, int]) -> None:
+    for at, nth in places:
+        stopped(job, *told(nth, at))
+    assert goes_on(job) == undisturbed(job)
+
+
+@pytest.mark.parametrize("nth", [1, 5, 15])
+def test_accumulation(job: HfJob, nth: int) -> None:
+    """15 batches an epoch, 4 to a step: the last step has 3."""
+    _exact(job.but(gradient_accumulation_steps=4), ("forward", nth))
+
+
+@pytest.mark.parametrize("place", [("forward", 22), ("prediction", 1), ("forward", 3)])
+def test_a_limit_in_mid_epoch(job: HfJob, place: tuple[str, int]) -> None:
+    _exact(job.but(max_steps=22, eval_strategy="steps", eval_steps=11, save_strategy="steps", save_steps=11), place)
+
+
+def test_twice_in_the_same_evaluation(job: HfJob) -> None:
+    _exact(job, ("prediction", 1), ("prediction", 1), ("forward", 3), ("prediction", 1))
+
+
+def test_many_times(job: HfJob) -> None:
+    _exact(
+        job.but(eval_strategy="steps", eval_steps=4, save_strategy="steps", save_steps=6),
+        ("forward", 3), ("prediction", 1), ("forward", 1), ("forward", 5), ("prediction", 2), ("forward", 1),
+    )  # fmt: skip
+
+
+BEST = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "save_total_limit": 1}
+
+
+@pytest.mark.parametrize("place", [("forward", 15), ("prediction", 2), ("forward", 18)])
+def test_the_best_model(job: HfJob, place: tuple[str, int]) -> None:
+    """Also one that retention would have removed, had it not been the best."""
+    _exact(job.but(**BEST, learning_rate=3e-2, num_train_epochs=4), place)
+
+
+@pytest.mark.parametrize("place", [("forward", 7), ("prediction", 4), ("prediction", 6)])
+def test_stopping_early(job: HfJob, place: tuple[str, int]) -> None:
+    often = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}
+    _exact(replace(job, patience=2).but(**BEST, **often, learning_rate=3e-3), place)
+
+
+def test_a_schedule_that_looks_at_evaluations(job: HfJob) -> None:
+    often = {"eval_strategy": "steps", "eval_steps": 3, "lr_scheduler_type": "reduce_lr_on_plateau"}
+    _exact(
+        job.but(**BEST | {"save_strategy": "steps", "save_steps": 3}, **often, learning_rate=3e-2), ("prediction", 3)
+    )
+
+
+def test_an_evaluation_at_the_start(job: HfJob) -> None:
+    _exact(job.but(eval_on_start=True), ("prediction", 3), ("forward", 2))
+
+
+def test_an_optimizer_that_swaps_weights(job: HfJob) -> None:
+    _exact(replace(job, swapping=True), ("prediction", 1), ("forward", 4))
+
+
+def test_a_finished_job_trains_no_more(job: HfJob) -> None:
+    job = job.but(**BEST)
+    expected = goes_on(job)
+    assert goes_on(job) == expected
+    assert goes_on(job) == undisturbed(job)
+
+
+def test_a_finished_job_goes_on_when_more_is_asked_for(job: HfJob) -> None:
+    goes_on(job)
+    more = job.but(num_train_epochs=3)
+    goes_on(more)
+    assert seen(job.folder)["end-0.json"]["steps"] == 45
+
+
+@pytest.mark.parametrize("nth", [4, 34])
+def test_two_trainings_in_a_script(job: HfJob, nth: int) -> None:
+    """30 steps each; the second goes on with the model of the first, and from its own checkpoints."""
+    _exact(replace(job, trainings=2), ("forward", nth))
+
+
+def test_checkpoints_by_our_own_schedule(job: HfJob) -> None:
+    job = replace(job.but(save_strategy="no"), options=(("every", 7), ("keep", 2)))
+    goes_on(job)
+    assert checkpoints(job) == ["checkpoint-28", "checkpoint-30"]
+
+
+def test_what_others_removed_of_a_limit(job: HfJob) -> None:
+    goes_on(job.but(save_strategy="steps", save_steps=5, save_total_limit=2))
+    assert checkpoints(job) == ["checkpoint-25", "checkpoint-30"]
+
+
+def test_how_often_is_what_the_script_says_now(job: HfJob) -> None:
+    """A stock resume would go on as the checkpoint says."""
+    stopped(job.but(save_strategy="steps", save_steps=20), *told(4))
+    goes_on(job.but(save_strategy="steps", save_steps=12))
+    assert checkpoints(job) == ["checkpoint-12", "checkpoint-24", "checkpoint-30", "checkpoint-4"]
+
+
+def test_transformers_own_checkpoints_leave_it_to_us(job: HfJob) -> None:
+    output = stopped(job.but(enable_jit_checkpoint=True), *told(4))
+    assert output.count("enable_jit_checkpoint=True: Reprieve does that now") == 1
+    assert checkpoints(job) == ["checkpoint-4"]
+    assert goes_on(job) == undisturbed(job)
+
+
+def test_a_checkpoint_of_stock_transformers(job: HfJob, tmp_path: Path) -> None:
+    """Is gone on from as stock does: with the same batches."""
+    half = replace(job.but(save_strategy="steps", save_steps=12, max_steps=12), safe=False)
+    assert attempt(half)[0].ok
+    shutil.copytree(job.folder, tmp_path / "stock")
+    assert attempt(replace(job, safe=False, folder=str(tmp_path / "stock"), given=True))[0].ok
+    result = attempt(job)[0]
+    assert result.ok, str(result)
+    assert "was saved by other means" in result.output
+    batches = [
+        [(step, samples) for step, _, samples in seen(folder)["losses-0.jsonl"]]
+        for folder in (job.folder, tmp_path / "stock")
+    ]
+    assert batches[0] == batches[1]
+    assert len(batches[0]) == 30
+
+
+def test_stock_transformers_goes_on_from_ours(job: HfJob) -> None:
+    stopped(job, *told(4))
+    stock = replace(job, safe=False, given=True)
+    assert attempt(stock)[0].ok
+    assert seen(job.folder)["end-0.json"]["steps"] == 30
