@@ -5,6 +5,7 @@ python -m benchmarks --only save,peers.dcp_2      these (and the limit they are 
 python -m benchmarks --only ranks,dcp,step        several ranks; DCP with our storage; the common step
 python -m benchmarks --only stop                  SIGTERM, and what a step costs: about 4 minutes
 python -m benchmarks --only launch                what the launcher costs, and how soon a resumed run trains
+python -m benchmarks --only hf                    what a step of a protected transformers.Trainer costs
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks import common_step, dcp, disk, engine, launch, peers, ranks, results, stop
+from benchmarks import common_step, dcp, disk, engine, hf_hooks, launch, peers, ranks, results, stop
 from benchmarks.measure import Job, can_drop_caches, measure
 from benchmarks.memory import OURS, extra_mib
 from benchmarks.state import TrainingState, shape_of
@@ -122,7 +123,14 @@ def _launch(folder: Path, options: argparse.Namespace) -> dict[str, float]:
     return found
 
 
-PARTS = {"ranks": _ranks, "dcp": _dcp, "step": _step, "stop": _stop, "launch": _launch}
+def _hf(_folder: Path, _options: argparse.Namespace) -> dict[str, float]:
+    print("hf: a trainer with nothing to do", file=sys.stderr)
+    found = hf_hooks.figures()
+    hf_hooks.show(found)
+    return found
+
+
+PARTS = {"ranks": _ranks, "dcp": _dcp, "step": _step, "stop": _stop, "launch": _launch, "hf": _hf}
 """What is measured in processes of its own."""
 
 

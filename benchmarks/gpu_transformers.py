@@ -1,0 +1,259 @@
+"""Qwen2.5-1.5B (from its config) fine-tuned in float32 with AdamW on a GPU: SIGTERM, and what follows.
+
+python -m benchmarks.gpu_transformers            everything: about 8 minutes, and room for two checkpoints of 18.5 GB
+python -m benchmarks.gpu_transformers --only full,lora
+
+    full      SIGTERM → durable, held against the disk's own time in the same run; resumed, and stopped in an evaluation
+    stock     the same with transformers' own just-in-time checkpoints
+    periodic  how long training stands still for a save in the background
+    lora      SIGTERM → durable with an adapter on the same model
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+QWEN: dict[str, Any] = {
+    "vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+    "num_attention_heads": 12, "num_key_value_heads": 2, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+}  # fmt: skip
+SMALL = {"hidden_size": 24, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 2000}
+LENGTH, BATCH = 512, 4
+_LIMIT_S = 240.0
+
+
+# The process that trains
+
+
+def train(options: argparse.Namespace) -> None:
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Trainer, TrainingArguments
+
+    class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+        def __init__(self, count: int) -> None:
+            self._data = torch.randint(0, 1000, (count, LENGTH), generator=torch.Generator().manual_seed(count))
+
+        def __len__(self) -> int:
+            return len(self._data)
+
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            return {"input_ids": self._data[index], "labels": self._data[index]}
+
+    class Noting(Trainer):
+        notes = (Path(options.folder) / "notes.jsonl").open("a", buffering=1)
+
+        def note(self, **what: Any) -> None:
+            self.notes.write(json.dumps({"at": time.monotonic(), "step": self.state.global_step, **what}) + "\n")
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().training_step(*args, **kwargs)
+            self.note(loss=loss.item())
+            return loss
+
+        def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+            self.note(evaluating=True)
+            return super().prediction_step(*args, **kwargs)
+
+    torch.manual_seed(0)
+    with torch.device("cpu" if options.small else "cuda"):
+        model: Any = Qwen2ForCausalLM(Qwen2Config(**QWEN | (SMALL if options.small else {})))
+    if options.lora:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]))
+    model.config.use_cache = False
+    trainer = Noting(
+        model=model,
+        args=TrainingArguments(
+            output_dir=options.folder, max_steps=options.steps, per_device_train_batch_size=BATCH, logging_steps=10,
+            report_to=[], disable_tqdm=True, save_strategy="steps", save_steps=options.every or 10**6,
+            eval_strategy="steps", eval_steps=options.evaluate or 10**6, per_device_eval_batch_size=1,
+            torch_compile=options.compile, enable_jit_checkpoint=options.jit, save_total_limit=1, bf16=options.bf16,
+        ),
+        train_dataset=Tokens(4000),
+        eval_dataset=Tokens(200),
+    )  # fmt: skip
+    if not options.jit:
+        import reprieve
+
+        reprieve.transformers.protect(trainer, grace="5m", notices="off")
+    trainer.train(resume_from_checkpoint=True if options.jit and options.resume else None)
+
+
+# What is done to it
+
+
+class Run:
+    """One process, and what it has noted."""
+
+    small = False
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+        self._before = len(self.notes())
+        command = [sys.executable, "-m", "benchmarks.gpu_transformers", "--train", "--folder", str(folder), *options]
+        command += ["--small"] * self.small
+        env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
+        self.process = subprocess.Popen(
+            command, env=env, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+
+    def notes(self) -> list[dict[str, Any]]:
+        path = self.folder / "notes.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def new(self) -> list[dict[str, Any]]:
+        return self.notes()[self._before :]
+
+    def until(self, true: Callable[[list[dict[str, Any]]], object]) -> None:
+        end = (began := time.monotonic()) + _LIMIT_S
+        while not true(self.new()):
+            if self.process.poll() is not None or time.monotonic() > end:
+                self.process.kill()
+                lines = self.process.communicate()[0].splitlines()
+                raise RuntimeError("\n".join(["it does not train:", *lines[-20:]]))
+            time.sleep(0.02)
+        print(f"  {self.folder.name}: there after {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+
+    def stop(self) -> tuple[float, int, str]:
+        """When it was told, its exit code, and what it said."""
+        told = time.monotonic()
+        self.process.send_signal(signal.SIGTERM)
+        output, _ = self.process.communicate(timeout=_LIMIT_S)
+        return told, self.process.returncode, output
+
+
+def _step_s(notes: list[dict[str, Any]]) -> float:
+    times: list[float] = [one["at"] for one in notes if "loss" in one]
+    steps = sorted(after - before for before, after in pairwise(times))
+    return steps[len(steps) // 2]
+
+
+def full(folder: Path, disk_s: float) -> dict[str, float]:
+    run = Run(folder, "--compile")
+    run.until(lambda notes: len(notes) >= 8)
+    step_s = _step_s(run.new())
+    _, code, output = run.stop()
+    durable_s = _after_signal(output)
+    found = {"stop_s": durable_s, "step_s": step_s, "exit_code": code, "x_disk": (durable_s - step_s) / disk_s}
+    print(json.dumps(found), file=sys.stderr, flush=True)
+    found["bytes"] = sum(path.stat().st_size for path in folder.glob("checkpoint-*/*"))
+    # It goes on, and is stopped in an evaluation.
+    at = run.notes()[-1]["step"]
+    again = Run(folder, "--evaluate", str(at + 5), "--compile")
+    again.until(lambda notes: sum("evaluating" in one for one in notes) >= 3)
+    _, code, output = again.stop()
+    found |= {"evaluation.stop_s": _after_signal(output), "evaluation.exit_code": code}
+    third = Run(folder, "--evaluate", str(at + 5), "--compile")
+    third.until(lambda notes: any("loss" in one for one in notes))
+    evaluated = sum("evaluating" in one for one in third.new())
+    third.stop()
+    return found | {"evaluation.batches_again": float(evaluated)}
+
+
+def stock(folder: Path, disk_s: float) -> dict[str, float]:
+    run = Run(folder, "--jit")
+    run.until(lambda notes: len(notes) >= 8)
+    told, code, _ = run.stop()
+    states = [path.stat().st_mtime for path in folder.glob("checkpoint-*/trainer_state.json")]
+    now = time.time() - time.monotonic()
+    subprocess.run(["sync"], check=True)
+    return {"stop_s": max(states) - now - told, "flushed_s": time.monotonic() - told, "exit_code": code}
+
+
+def periodic(folder: Path, disk_s: float) -> dict[str, float]:
+    run = Run(folder, "--every", "20")
+    run.until(lambda notes: notes and notes[-1]["step"] >= 70)
+    notes = [one for one in run.new() if "loss" in one]
+    usual = _step_s(notes)
+    blocked = {
+        int(after["step"]): after["at"] - before["at"] - usual
+        for before, after in pairwise(notes)
+        if after["step"] in (20, 40, 60)
+    }
+    run.process.kill()
+    run.process.communicate()
+    return {f"blocked_{step}_s": seconds for step, seconds in blocked.items()} | {"step_s": usual}
+
+
+def lora(folder: Path, disk_s: float) -> dict[str, float]:
+    run = Run(folder, "--lora")
+    run.until(lambda notes: len(notes) >= 20)
+    _, code, output = run.stop()
+    return {"stop_s": _after_signal(output), "step_s": _step_s(run.new()), "exit_code": code}
+
+
+def _after_signal(output: str) -> float:
+    found = re.search(r"saved step \d+ in [\d.]+ s, ([\d.]+) s after", output)
+    if found is None:
+        raise RuntimeError(f"it did not save:\n{output[-3000:]}")
+    return float(found[1])
+
+
+PARTS: dict[str, Callable[[Path, float], dict[str, float]]] = {
+    "full": full, "lora": lora, "periodic": periodic, "stock": stock,
+}  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--only", type=lambda text: text.split(","), default=list(PARTS))
+    parser.add_argument("--folder", default=None, help="where to write")
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--small", action="store_true", help="a small model on the CPU: to try this script")
+    parser.add_argument("--train", action="store_true", help=argparse.SUPPRESS)
+    for name in ("jit", "lora", "compile", "resume", "bf16"):
+        parser.add_argument(f"--{name}", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--steps", type=int, default=100_000, help=argparse.SUPPRESS)
+    parser.add_argument("--every", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--evaluate", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.train:
+        train(options)
+        return 0
+    from benchmarks import disk
+
+    found: dict[str, float] = {}
+    folder = Path(tempfile.mkdtemp(prefix="gpu-", dir=options.folder))
+    Run.small = options.small
+    size = 50_000_000 if options.small else 18_500_000_000
+    try:
+        for part in options.only:
+            seconds = []
+            for way in disk.WAYS if part == "full" else ():
+                disk.create(folder / "disk", size)
+                began = time.monotonic()
+                disk.write(folder / "disk", size, way)
+                seconds.append(time.monotonic() - began)
+                (folder / "disk").unlink()
+            disk_s = min(seconds, default=0.0)
+            if disk_s:
+                found["disk_s"] = disk_s
+            measured = PARTS[part](folder / part, disk_s)
+            shutil.rmtree(folder / part)
+            found |= {f"{part}.{name}": value for name, value in measured.items()}
+            print(json.dumps({part: measured}), flush=True)
+            if options.json:
+                options.json.write_text(json.dumps(found, indent=2))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
