@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,31 +18,14 @@ import transformers
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
-from torch.utils.data import Dataset, IterableDataset
-from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from reprieve.points import reached
 from reprieve.testing.child import disk
 
-VOCABULARY, LENGTH = 99, 16
+from .hf_trainers import MAKERS
+
 PRELOAD = ("transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "accelerate")
 PRELOAD_TRL = (*PRELOAD, "trl.trainer.sft_trainer", "peft")
-
-_MODELS: dict[str, Any] = {
-    "gpt2": lambda: transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=32, n_embd=32, n_layer=2, n_head=2),
-    "llama": lambda: transformers.LlamaConfig(**_SMALL, num_key_value_heads=1),
-    "wide_llama": lambda: transformers.LlamaConfig(**_SMALL | {"hidden_size": 64}, num_key_value_heads=1),
-    "qwen2": lambda: transformers.Qwen2Config(**_SMALL, num_key_value_heads=1, tie_word_embeddings=True),
-    "mixtral": lambda: transformers.MixtralConfig(**_SMALL, num_local_experts=4, num_key_value_heads=1),
-    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
-        **_SMALL, num_experts=4, moe_intermediate_size=16, shared_expert_intermediate_size=16, num_key_value_heads=1
-    ),
-}
-_SMALL = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "max_position_embeddings": 32, "attention_dropout": 0.1,
-}  # fmt: skip
 _TIMES = ("runtime", "per_second", "preparation_time", "step_time")
 
 
@@ -54,7 +36,7 @@ class HfJob:
     folder: str
     safe: bool = True
     trainer: str = "trainer"
-    """One of `_MAKERS`."""
+    """One of `MAKERS`."""
     model: str = "gpt2"
     stream: bool = False
     masking: bool = True
@@ -86,83 +68,6 @@ class HfJob:
     @property
     def output(self) -> Path:
         return Path(self.folder) / "out"
-
-
-class Tokens(Dataset[dict[str, torch.Tensor]]):
-    """Random masking in `__getitem__`: each fetch draws from the global generators."""
-
-    def __init__(self, count: int, seed: int, *, masking: bool = True) -> None:
-        self._masking = masking
-        self._data = torch.randint(3, VOCABULARY, (count, LENGTH), generator=torch.Generator().manual_seed(seed))
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        reached("fetch")
-        sample = self._data[index]
-        return _masked(sample) if self._masking else {"input_ids": sample, "labels": sample}
-
-
-class Stream(IterableDataset[dict[str, torch.Tensor]]):
-    """The same, one after the other; knows where it is."""
-
-    def __init__(self, count: int, seed: int) -> None:
-        self._data = torch.randint(3, VOCABULARY, (count, LENGTH), generator=torch.Generator().manual_seed(seed))
-        self._next: int | None = None
-
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        info = torch.utils.data.get_worker_info()
-        first, step = (0, 1) if info is None else (info.id, info.num_workers)
-        if self._next is None:
-            self._next = first
-        while self._next < len(self._data):
-            at, self._next = self._next, self._next + step
-            yield _masked(self._data[at])
-        self._next = None
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"next": self._next}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._next = state["next"]
-
-
-def _masked(sample: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {"input_ids": sample.masked_fill(torch.rand(LENGTH) < 0.2, 1), "labels": sample}
-
-
-class Watched:
-    """Mixed into a trainer: it passes points, and writes its losses down."""
-
-    losses: Any
-
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        reached("forward")
-        loss: torch.Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
-        step = self.state.global_step  # type: ignore[attr-defined]
-        self.losses.write(json.dumps([step, loss.item(), _named(args[1])]) + "\n")
-        return loss
-
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        reached("save")
-        super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
-        reached("saved")
-
-    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        reached("prediction")
-        return super().prediction_step(*args, **kwargs)  # type: ignore[misc]
-
-
-def _named(batch: Any) -> list[str]:
-    """Each sample by its first tokens."""
-    if "labels" not in batch:
-        return []
-    return ["-".join(map(str, labels[:4].tolist())) for labels in batch["labels"]]
-
-
-class WatchedTrainer(Watched, Trainer):
-    pass
 
 
 def train(job: HfJob) -> None:
@@ -209,7 +114,7 @@ def make(job: HfJob) -> Any:
     }  # fmt: skip
     if job.sharded:
         shard_on_cpus()
-    trainer = _MAKERS[job.trainer](job, arguments)
+    trainer = MAKERS[job.trainer](job, arguments)
     trainer.add_callback(Counting(job.raising))
     if job.sharded:
         trainer.add_callback(SeesShards())
@@ -261,183 +166,6 @@ def shard_on_cpus() -> None:
             self.distributed_type = DistributedType.FSDP  # each time: it is copied from where it is not known
 
     AcceleratorState.__init__ = init  # type: ignore[method-assign]
-
-
-class Swapping(torch.optim.SGD):
-    """As optimizers without a schedule: trains one set of weights, and evaluates another."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, lr)
-        self._training = True
-
-    def train(self) -> None:
-        self._swap(training=True)
-
-    def eval(self) -> None:
-        self._swap(training=False)
-
-    def _swap(self, *, training: bool) -> None:
-        if training != self._training:
-            self._training = training
-            with torch.no_grad():
-                for parameter in self.param_groups[0]["params"]:
-                    parameter.mul_(2.0 if training else 0.5)
-
-
-def _plain_trainer(job: HfJob, arguments: dict[str, Any]) -> Any:
-    model = _language_model(job)
-    data = Stream(job.samples, 7) if job.stream else Tokens(job.samples, 7, masking=job.masking)
-    optimizer = Swapping(model.parameters(), 0.01) if job.swapping else None
-    return WatchedTrainer(
-        model=model, args=TrainingArguments(**arguments), train_dataset=data, eval_dataset=Tokens(12, 8),
-        optimizers=(optimizer, None),
-    )  # fmt: skip
-
-
-def _mlm_trainer(job: HfJob, arguments: dict[str, Any]) -> Any:
-    """The collator masks at random, in the workers if there are any."""
-    config = transformers.BertConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=32,
-    )  # fmt: skip
-    collator = transformers.DataCollatorForLanguageModeling(tokenizer(), mlm_probability=0.3)
-    return WatchedTrainer(
-        model=transformers.BertForMaskedLM(config), args=TrainingArguments(**arguments), data_collator=collator,
-        train_dataset=_texts(job, 7).map(_encoded, remove_columns="text"),
-        eval_dataset=_texts(job, 8, 12, stream=False).map(_encoded, remove_columns="text"),
-    )  # fmt: skip
-
-
-def _sft_trainer(job: HfJob, arguments: dict[str, Any], **more: Any) -> Any:
-    from trl import SFTConfig, SFTTrainer
-
-    class WatchedSFT(Watched, SFTTrainer):
-        pass
-
-    args = SFTConfig(**{"max_length": LENGTH, "packing": job.trainer == "packed", **arguments})
-    return WatchedSFT(
-        model=_language_model(job), args=args,
-        train_dataset=_texts(job, 7), eval_dataset=_texts(job, 8, 24, stream=False), processing_class=tokenizer(),
-        **more,
-    )  # fmt: skip
-
-
-def _lora_trainer(job: HfJob, arguments: dict[str, Any]) -> Any:
-    from peft import LoraConfig
-
-    return _sft_trainer(job, arguments, peft_config=LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear"))
-
-
-def _dpo_trainer(job: HfJob, arguments: dict[str, Any]) -> Any:
-    from trl import DPOConfig, DPOTrainer
-
-    class WatchedDPO(Watched, DPOTrainer):
-        pass
-
-    return WatchedDPO(
-        model=_language_model(job), args=DPOConfig(**{"max_length": 32, **arguments}), processing_class=tokenizer(),
-        train_dataset=_pairs(job.samples), eval_dataset=_pairs(8), ref_model=_language_model(job),
-    )  # fmt: skip
-
-
-def _reward_trainer(job: HfJob, arguments: dict[str, Any]) -> Any:
-    from trl import RewardConfig, RewardTrainer
-
-    class WatchedReward(Watched, RewardTrainer):
-        pass
-
-    config = transformers.LlamaConfig(**_SMALL, num_key_value_heads=1, num_labels=1, pad_token_id=0)
-    return WatchedReward(
-        model=transformers.LlamaForSequenceClassification(config), args=RewardConfig(**{"max_length": 32, **arguments}),
-        train_dataset=_pairs(job.samples), eval_dataset=_pairs(8), processing_class=tokenizer(),
-    )  # fmt: skip
-
-
-def _grpo_trainer(job: HfJob, arguments: dict[str, Any]) -> Any:
-    """A batch of generations is used for several steps."""
-    from trl import GRPOConfig, GRPOTrainer
-
-    class WatchedGRPO(Watched, GRPOTrainer):
-        pass
-
-    more = {"num_generations": 2, "max_completion_length": 6, "steps_per_generation": 4, "eval_strategy": "no"}
-    return WatchedGRPO(
-        model=_language_model(job), args=GRPOConfig(**{**arguments, **more}), processing_class=tokenizer(),
-        reward_funcs=_reward, train_dataset=_pairs(job.samples).remove_columns(["chosen", "rejected"]),
-    )  # fmt: skip
-
-
-def _reward(completions: list[str], **kwargs: Any) -> list[float]:
-    return [float(len(set(text.split()))) for text in completions]
-
-
-def _seq2seq_trainer(job: HfJob, arguments: dict[str, Any]) -> Any:
-    """Evaluations generate."""
-
-    class WatchedSeq2Seq(Watched, transformers.Seq2SeqTrainer):
-        pass
-
-    config = transformers.T5Config(
-        vocab_size=VOCABULARY, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=2, decoder_start_token_id=0,
-        pad_token_id=0, eos_token_id=2,
-    )  # fmt: skip
-    args = transformers.Seq2SeqTrainingArguments(**arguments, predict_with_generate=True, generation_max_length=6)
-    return WatchedSeq2Seq(
-        model=transformers.T5ForConditionalGeneration(config), args=args, train_dataset=Tokens(job.samples, 7),
-        eval_dataset=Tokens(12, 8), compute_metrics=lambda found: {"mean": float(found.predictions.clip(0).mean())},
-        processing_class=tokenizer(),
-    )  # fmt: skip
-
-
-_MAKERS = {
-    "trainer": _plain_trainer, "mlm": _mlm_trainer, "seq2seq": _seq2seq_trainer, "packed": _sft_trainer,
-    "lora": _lora_trainer, "dpo": _dpo_trainer, "reward": _reward_trainer, "grpo": _grpo_trainer,
-}  # fmt: skip
-WITHOUT_TRL = ("trainer", "mlm", "seq2seq")
-
-
-def _language_model(job: HfJob) -> Any:
-    return transformers.AutoModelForCausalLM.from_config(_MODELS[job.model]())
-
-
-def _pairs(count: int) -> Any:
-    import datasets
-
-    random = torch.Generator().manual_seed(count)
-    words = [[f"w{one}" for one in row] for row in torch.randint(3, VOCABULARY, (count, 15), generator=random).tolist()]
-    return datasets.Dataset.from_list(
-        [{"prompt": " ".join(row[:5]), "chosen": " ".join(row[5:10]), "rejected": " ".join(row[10:])} for row in words]
-    )
-
-
-def tokenizer() -> Any:
-    """Built here: one token a word."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = {"<pad>": 0, "<mask>": 1, "<eos>": 2} | {f"w{number}": number for number in range(3, VOCABULARY)}
-    built = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    built.pre_tokenizer = pre_tokenizers.Whitespace()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=built, pad_token="<pad>", mask_token="<mask>", eos_token="<eos>", model_max_length=32
-    )
-
-
-def _texts(job: HfJob, seed: int, count: int | None = None, *, stream: bool | None = None) -> Any:
-    import datasets
-
-    random = torch.Generator().manual_seed(seed)
-    # Of a stream each rank needs as many rows, packed or not: stock TRL waits for ever where they are not as many.
-    lengths = torch.randint(5, LENGTH, (count or job.samples,), generator=random)
-    if job.stream:
-        lengths.fill_(LENGTH // 2 - 1)
-    words = [torch.randint(3, VOCABULARY, (int(length),), generator=random).tolist() for length in lengths]
-    data = datasets.Dataset.from_dict({"text": [" ".join(f"w{one}" for one in text) for text in words]})
-    return data.to_iterable_dataset(num_shards=12) if (job.stream if stream is None else stream) else data
-
-
-def _encoded(sample: dict[str, Any]) -> dict[str, Any]:
-    found = tokenizer()(sample["text"], padding="max_length", max_length=LENGTH)
-    return {"input_ids": found["input_ids"], "attention_mask": found["attention_mask"]}
 
 
 def seen(folder: str | os.PathLike[str]) -> dict[str, Any]:

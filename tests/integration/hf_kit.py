@@ -10,7 +10,8 @@ from typing import Any
 
 from reprieve.testing import Fault, Result, run_ranks
 
-from .hf_jobs import PRELOAD, PRELOAD_TRL, WITHOUT_TRL, HfJob, seen, train
+from .hf_jobs import PRELOAD, PRELOAD_TRL, HfJob, seen, train
+from .hf_trainers import WITHOUT_TRL
 
 _ENV = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "REPRIEVE_GRACE": "40s"}
 _undisturbed: dict[str, dict[str, Any]] = {}

@@ -24,7 +24,8 @@ from .hf_jobs import HfJob, make
 class Looking(transformers.TrainerCallback):
     """A user's: reads the checkpoint in `on_save`, and notes what it found in `looked.jsonl`."""
 
-    def __init__(self, raising: int | None = None) -> None:
+    def __init__(self, folder: str, raising: int | None = None) -> None:
+        self._notes = Path(folder) / "looked.jsonl"
         self._raising = raising
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -32,13 +33,14 @@ class Looking(transformers.TrainerCallback):
         verify(path, BlockPool(limit=2))
         saved = json.loads((path / "trainer_state.json").read_text())
         found = {
+            "path": str(path),
             "step": saved["global_step"],
             "best": saved["best_model_checkpoint"],
             "trainers_best": state.best_model_checkpoint,
             "best_is_there": Path(state.best_model_checkpoint or "nowhere").is_dir(),
             "files": digests(path),
         }
-        with (Path(args.output_dir).parent / "looked.jsonl").open("a") as file:
+        with self._notes.open("a") as file:
             file.write(json.dumps(found) + "\n")
         if state.global_step == self._raising:
             raise LookupError("the callback does not like it")

@@ -12,8 +12,9 @@ import pytest
 from reprieve.testing import Fault, pause, terminate
 
 from .covering import covering, everything
-from .hf_jobs import WITHOUT_TRL, HfJob
+from .hf_jobs import HfJob
 from .hf_kit import attempt, goes_on, stopped, undisturbed
+from .hf_trainers import WITHOUT_TRL
 from .stop_scenario_jobs import told
 
 SOAK = bool(os.environ.get("REPRIEVE_SOAK"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ import pytest
 
 from reprieve.checkpoint.blocks import BlockPool
 from reprieve.checkpoint.verify import verify
-from reprieve.testing import Result, pause, terminate
+from reprieve.testing import Result, fail, pause, terminate
 
 from .hf_jobs import PRELOAD_TRL, HfJob
 from .hf_kit import attempt, checkpoints
@@ -62,7 +63,7 @@ def _check(path: Path) -> None:
 @pytest.mark.parametrize("greater_is_better", [False, True])
 def test_a_callback_finds_it_committed(job: HfJob, greater_is_better: bool) -> None:
     """Stopped between two saves, and in the evaluation before one."""
-    looking = replace(job.but(**BEST, greater_is_better=greater_is_better), callbacks=(Looking(),))
+    looking = replace(job.but(**BEST, greater_is_better=greater_is_better), callbacks=(Looking(job.folder),))
     _run(looking, *told(5), code=143)
     _run(looking, *told(1, "prediction"), code=143)
     _run(looking)
@@ -88,7 +89,7 @@ def test_a_callback_finds_it_committed(job: HfJob, greater_is_better: bool) -> N
 
 
 def test_a_callback_that_raises(job: HfJob) -> None:
-    result = _run(replace(job, callbacks=(Looking(raising=6),)), code=1)
+    result = _run(replace(job, callbacks=(Looking(job.folder, raising=6),)), code=1)
     assert result.error is not None
     assert (result.error.type, result.error.message) == ("LookupError", "the callback does not like it")
     assert checkpoints(job) == ["checkpoint-3", "checkpoint-6"]
@@ -96,8 +97,23 @@ def test_a_callback_that_raises(job: HfJob) -> None:
         path = job.output / f"checkpoint-{one['step']}"
         _check(path)
         assert digests(path) == one["files"]
-    _run(replace(job, callbacks=(Looking(),)))
+    _run(replace(job, callbacks=(Looking(job.folder),)))
     assert [one["step"] for one in _looked(job)] == [3, 6, 9]
+
+
+def test_a_callback_of_the_second_training_finds_its_own(job: HfJob) -> None:
+    _run(replace(job, trainings=2, callbacks=(Looking(job.folder),)))
+    folders = [job.output] * 3 + [job.output / "train-2"] * 3
+    assert [one["path"] for one in _looked(job)] == [
+        str(folder / f"checkpoint-{step}") for folder, step in zip(folders, [3, 6, 9] * 2, strict=True)
+    ]
+
+
+def test_a_callback_is_not_shown_what_storage_refused(job: HfJob) -> None:
+    failing = fail(0, "before commit", OSError(errno.EIO, "Input/output error"))
+    result = _run(replace(job, callbacks=(Looking(job.folder),)), failing)
+    assert "step 3 is not saved" in result.output
+    assert [one["step"] for one in _looked(job)] == [6, 9]
 
 
 def test_a_push_is_of_what_is_committed(job: HfJob, hub: Callable[..., Hub]) -> None:

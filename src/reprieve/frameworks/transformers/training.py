@@ -10,10 +10,12 @@ A checkpoint says how far the loop was in its epoch, and in its control's flags 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from reprieve.frameworks import ddp
@@ -85,6 +87,8 @@ class Training:
             for name, ours in {**self._resuming.hooks(), **self._hooks()}.items():
                 real = self._real[name] = getattr(self._trainer, name)
                 stack.enter_context(replaced(self._trainer, name, _as(real, ours)))
+            handler = self._trainer.callback_handler
+            stack.enter_context(replaced(handler, "on_save", functools.partial(self._on_save, handler.on_save)))
             yield
 
     def _hooks(self) -> dict[str, Callable[..., Any]]:
@@ -245,6 +249,17 @@ class Training:
             session.save_beside(lambda: self._save(background=not self._contents.somebody_looks()))
         session.checkpointer.pin(self._trainer.state.best_global_step)
         control.should_save = True
+
+    def _on_save(self, real: Callable[..., Any], args: Any, state: Any, control: Any) -> Any:
+        """Callbacks are shown the checkpoint where it is. One that storage refused is not shown: training goes on."""
+        session = self._session
+        control.should_save = False
+        if state.global_step != session.last_saved:
+            return control
+        if Path(args.output_dir).absolute() != session.root:
+            args = copy.copy(args)
+            args.output_dir = str(session.root)
+        return real(args, state, control)
 
     def _save(self, *, background: bool, within: timedelta | None = None) -> None:
         session, trainer = self._session, self._trainer
