@@ -14,26 +14,24 @@ import logging
 import math
 import operator
 import os
-import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import datetime, timedelta, timezone
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from reprieve._version import __version__
 from reprieve.checkpoint import finished, names, resume
 from reprieve.checkpoint.answers import Restored, Save
+from reprieve.checkpoint.asked import Asked, check_same_step
 from reprieve.checkpoint.background import Background
 from reprieve.checkpoint.blocks import BLOCK_BYTES, BlockPool
+from reprieve.checkpoint.due import Due
 from reprieve.checkpoint.fingerprint import fingerprint
 from reprieve.checkpoint.layout import FileLayout
 from reprieve.checkpoint.loadable import check_loadable
-from reprieve.checkpoint.manifest import Manifest
 from reprieve.checkpoint.owner import Member, Owner, OwnerRecord, acquire, join
 from reprieve.checkpoint.plan import SHARD_BYTES, Plan, plan
 from reprieve.checkpoint.retention import Retention, reading
@@ -47,10 +45,8 @@ from reprieve.checkpoint.survey import Found, survey
 from reprieve.checkpoint.verify import verify
 from reprieve.clock import Clock, SystemClock
 from reprieve.config import parse_duration, parse_size
-from reprieve.errors import ConfigError, InvalidCheckpoint, RankFailed, RanksError, StateError, StorageFull
-from reprieve.ranks.common_step import CommonStep
+from reprieve.errors import ConfigError, InvalidCheckpoint, RankFailed, RanksError, StorageFull
 from reprieve.ranks.group import LIMIT, Ranks
-from reprieve.ranks.step_protocol import SAVE
 from reprieve.storage.disk import Disk, explain
 from reprieve.storage.uri import local_path
 
@@ -131,12 +127,11 @@ class Checkpointer:
         self._saved: set[Path] = set()
         self._closed = self._ending = False
         self._saves = 0
-        self._common: CommonStep | None = None
-        self._asked = False
         self._ranks_are_ours = ranks is None
         self._ranks = ranks if ranks is not None else Ranks.detect(parse_duration(rank_timeout))
         self._owner = self._take_part(run or os.environ.get("REPRIEVE_RUN") or None, parse_duration(take_over_after))
         self._ranks = self._ranks.scoped(f"{self.run}/{self.attempt}")
+        self._due = Due(self.schedule, self._ranks)
 
     def _take_part(self, run: str | None, wait: timedelta) -> Member:
         """Rank 0 becomes the owner of the folder, for all ranks."""
@@ -212,64 +207,48 @@ class Checkpointer:
         if self._closed:
             raise ConfigError(f"the checkpointer of {self.root} is closed: make a new one")
         target = names.checkpoint(self.root, step)
-        details = _Details(step, epoch, metrics, values, files)
+        asked = Asked(step, epoch, metrics, values, files)
         self._ending = within is not None
         if within is not None:
             self._staging.close()  # pinning memory that nobody needs any more would slow this save down
             self._ranks.limit = min(self._ranks.limit, within)
         with self._explained():
-            return self._save(target, details, background, progress)
+            return self._save(target, asked, background, progress)
 
     def save_if_due(self, step: int, *, epoch_ended: bool = False, **details: Any) -> Save | None:
         """A background save if the schedule says so. Takes what `save` takes."""
-        alone = self._ranks.world_size == 1
-        due = self.schedule.due(step, epoch_ended=epoch_ended) if alone else self._due_for_all(step, epoch_ended)
-        return self.save(step, background=True, **details) if due else None
+        return self.save(step, background=True, **details) if self._due.at(step, epoch_ended=epoch_ended) else None
 
-    def _due_for_all(self, step: int, epoch_ended: bool) -> bool:
-        """Steps and epochs are the same on all ranks. Time is not: when it is up on rank 0, one step is agreed on."""
-        due = self.schedule.due_at(step, epoch_ended=epoch_ended)
-        if self.schedule.interval is None:
-            return due
-        if self._common is None:
-            self._common = CommonStep(self._ranks, completed=step - 1)
-        if self._ranks.rank == 0 and not self._asked and self.schedule.time_is_up():
-            self._common.request(SAVE)
-            self._asked = True
-        while self._common.boundary(step) is not None:
-            due, self._asked = True, False
-        return due
-
-    def _save(self, target: Path, details: _Details, background: bool, progress: Progress | None) -> Save:
+    def _save(self, target: Path, asked: Asked, background: bool, progress: Progress | None) -> Save:
         start = self._clock.monotonic()
         job: Saving | None = None
         may_skip = background and self._when_busy == "skip"
         if not may_skip:
-            self._let_save_end(details.step)
-        files = details.files()
+            self._let_save_end(asked.step)
+        files = asked.files()
 
         def describe() -> dict[str, Any]:
             nonlocal job
             self._background.raise_error()
-            decision: dict[str, Any] = {"step": details.step}
+            decision: dict[str, Any] = {"step": asked.step}
             if self._ranks.rank == 0:
-                decision |= self._decide(target, details.step, may_skip)
+                decision |= self._decide(target, asked.step, may_skip)
             if "skip" in decision:
                 return decision
-            job = self._saving(details, files, progress)
+            job = self._saving(asked, files, progress)
             return {**decision, **job.described()}
 
         with self._said_once():
             plans = self._ranks.agree("plan", describe)
-        _check_same_step(plans)
+        check_same_step(plans)
         if skip := plans[0].get("skip"):
-            return Save(details.step, target, skipped=skip)
-        self._let_save_end(details.step)
+            return Save(asked.step, target, skipped=skip)
+        self._let_save_end(asked.step)
         assert job is not None
         job.begin(plans, plans[0].get("replacing"), self._make_room)
-        save = Save(details.step, target, job.plan.bytes, diverged=job.diverged)
+        save = Save(asked.step, target, job.plan.bytes, diverged=job.diverged)
         self._bytes = job.plan.bytes
-        self._speed.begin(details.step, self._bytes, self._ranks.world_size)
+        self._speed.begin(asked.step, self._bytes, self._ranks.world_size)
         if background and self._staging.has_room(job.plan):
             job.stage()
             save._done = self._background.write(partial(self._finish, job, target))
@@ -277,7 +256,7 @@ class Checkpointer:
             with self._retiring.giving_way():
                 self._finish(job, target)
         save.blocked = timedelta(seconds=self._clock.monotonic() - start)
-        self.schedule.saved(details.step, save.blocked)
+        self.schedule.saved(asked.step, save.blocked)
         if self._ranks.rank == 0 and not self._ending:
             self._background.do(self._retire)
         return save
@@ -301,25 +280,14 @@ class Checkpointer:
         log.info("%s is there already and valid: kept", target)
         return {"skip": "it is there already, and valid"}
 
-    def _saving(self, details: _Details, files: Sequence[FileLayout], progress: Progress | None) -> Saving:
+    def _saving(self, asked: Asked, files: Sequence[FileLayout], progress: Progress | None) -> Saving:
         self._saves += 1
-        manifest = Manifest(
-            step=details.step,
-            epoch=None if details.epoch is None else float(details.epoch),
-            created=datetime.fromtimestamp(self._clock.time(), timezone.utc).isoformat(timespec="seconds"),
-            run=self.run,
-            attempt=self.attempt,
-            parent=self._parent,
-            world_size=self._ranks.world_size,
-            versions=_versions(),
-            metrics=_finite(details.metrics) if self._ranks.rank == 0 else {},
-            state=self._state.names,
-            files={},
-        )
+        created = datetime.fromtimestamp(self._clock.time(), timezone.utc)
+        manifest = asked.manifest(created, self._owner, self._ranks, parent=self._parent, state=self._state.names)
         return Saving(
             self._disk, self._pool, self._ranks, self._owner,
-            root=self.root, folder=names.saving(self.root, details.step, self.attempt),
-            plan=self._plan(details.values, files), manifest=manifest, number=self._saves,
+            root=self.root, folder=names.saving(self.root, asked.step, self.attempt),
+            plan=self._plan(asked.values, files), manifest=manifest, number=self._saves,
             progress=self._speed.counting(progress),
         )  # fmt: skip
 
@@ -454,8 +422,7 @@ class Checkpointer:
             self._background.join()
             self._staging.close()
             self._owner.release()
-            if self._common is not None:
-                self._common.close()
+            self._due.close()
             # Whoever hosts the store must not leave before the others have read how the last save went.
             if together and self._ranks.world_size > 1:
                 with contextlib.suppress(RanksError):
@@ -519,36 +486,3 @@ class Checkpointer:
         path = names.checkpoint(self.root, step)
         with reading(path):
             return verify(path, self._pool, progress=progress)
-
-
-@dataclass(frozen=True, slots=True)
-class _Details:
-    """What a save was asked for with, as it was given: what is wrong with it on one rank, all should know."""
-
-    step: int
-    epoch: float | None
-    metrics: Mapping[str, float] | None
-    values: Mapping[str, Any] | None
-    files: Callable[[], Sequence[FileLayout]]
-
-
-def _check_same_step(plans: list[dict[str, Any]]) -> None:
-    if len({one["step"] for one in plans}) > 1:
-        by_rank = ", ".join(f"rank {rank} at {one['step']}" for rank, one in enumerate(plans))
-        raise StateError(f"the ranks save at different steps: {by_rank}")
-
-
-def _finite(metrics: Mapping[str, float] | None) -> dict[str, float]:
-    numbers = {name: float(value) for name, value in (metrics or {}).items()}
-    odd = sorted(name for name, value in numbers.items() if not math.isfinite(value))
-    if odd:
-        log.warning("metrics that are not finite are not recorded with the checkpoint: %s", ", ".join(odd))
-    return {name: value for name, value in numbers.items() if math.isfinite(value)}
-
-
-def _versions() -> dict[str, str]:
-    found = {"reprieve": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
-    for package in ("safetensors", "numpy", "transformers"):
-        with contextlib.suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
