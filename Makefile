@@ -11,10 +11,10 @@ export HF_HUB_OFFLINE := 1
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint format test bench soak clean
+.PHONY: help setup demo lint format test test-transformers bench soak clean
 
 help:  ## Show this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/' | expand -t 18
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/' | expand -t 26
 
 setup: $(READY)  ## Make the environment
 
@@ -44,6 +44,16 @@ format: $(READY)  ## Put the code into its usual form
 test: $(READY)  ## All tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
+# Packages that go with a version of transformers are resolved anew.
+OTHER = .venv-transformers-$(VERSION)
+test-transformers: $(READY)  ## The adapter's tests with another version of transformers: VERSION=5.17.0
+	@test -n "$(VERSION)" || { echo "which one? make test-transformers VERSION=5.17.0"; exit 1; }
+	@test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
+	@grep -vE '^(transformers|accelerate|datasets|huggingface[_-]hub|hf-xet|peft|tokenizers|trl|typer)==' constraints.txt > $(OTHER)/constraints.txt
+	@echo 'transformers==$(VERSION)' >> $(OTHER)/constraints.txt
+	@VIRTUAL_ENV=$(OTHER) $(BIN)/uv pip install --constraint $(OTHER)/constraints.txt --editable '.[dev]'
+	OMP_NUM_THREADS=1 $(OTHER)/bin/python -m pytest -n 2 --dist loadgroup tests/integration/test_hf_*.py
+
 bench: $(READY)  ## The figures of the README, as a table and in benchmarks/results.json
 	$(BIN)/python -m benchmarks
 
@@ -51,4 +61,4 @@ soak: $(READY)  ## The long versions of the randomised tests (hours)
 	OMP_NUM_THREADS=1 REPRIEVE_SOAK=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --timeout 86400 -m soak
 
 clean:  ## Remove the environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-transformers-* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
