@@ -93,9 +93,11 @@ def run_once(job: Job) -> tuple[float, Extras | None]:
     return seconds, extras
 
 
-def measure(jobs: list[Job], rounds: int, *, seed: int | None = None) -> dict[str, Times]:
-    """Progress goes to stderr."""
-    times = {job.name: Times() for job in jobs}
+def measure(
+    jobs: list[Job], rounds: int, *, seed: int | None = None, so_far: dict[str, Times] | None = None
+) -> dict[str, Times]:
+    """Progress goes to stderr. `so_far`: what earlier rounds gave; these are added."""
+    times = {job.name: Times() for job in jobs} if so_far is None else so_far
     order = random.Random(seed)
     with _Progress(len(jobs) * rounds) as said:
         for number in range(1, rounds + 1):

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import reprieve
@@ -52,8 +51,7 @@ def main(options: Options) -> None:
         torch.distributed.init_process_group("gloo")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, options.width), nn.Dropout(0.1), nn.Linear(options.width, 1))
-    wrapped = DistributedDataParallel(model) if ranks > 1 else model
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = Adam(model, ranks)
     data = TensorDataset(torch.randn(64, 4, generator=torch.Generator().manual_seed(1)))
     sampler = DistributedSampler(data) if ranks > 1 else None
     loader = DataLoader(data, 4, shuffle=sampler is None, sampler=sampler)
@@ -65,15 +63,15 @@ def main(options: Options) -> None:
     checkpoints = Path(options.folder) / "checkpoints"
     if not options.safe:
         for step, (batch,) in zip(range(options.steps), _for_ever(loader), strict=False):
-            _step(wrapped, optimizer, batch, step + 1, options)
+            _step(model, optimizer, batch, step + 1, options)
         return
     disk = SlowDisk(options.slow) if options.slow else None
     with reprieve.Run(
-        checkpoints, model=wrapped, optimizer=optimizer, every=options.every, notices="off", disk=disk
+        checkpoints, model=model, optimizer=optimizer, every=options.every, notices="off", disk=disk
     ) as run:
         for _ in run.epochs(steps=options.steps):
             for (batch,) in run.batches(loader):
-                loss = _step(wrapped, optimizer, batch, run.steps + 1, options)
+                loss = _step(model, optimizer, batch, run.steps + 1, options)
                 run.step(loss=loss)
                 seen.write(json.dumps([run.steps, loss.item()]) + "\n")
                 if run.steps == options.leave_at:
@@ -88,13 +86,38 @@ def main(options: Options) -> None:
         torch.distributed.destroy_process_group()
 
 
-def _step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor, step: int, options: Options
-) -> torch.Tensor:
+class Adam:
+    """On the mean of all ranks' gradients. Torch's own imports dynamo, as DDP does: that takes longer than this job."""
+
+    def __init__(self, model: nn.Module, ranks: int) -> None:
+        self._parameters = dict(model.named_parameters())
+        self._ranks = ranks
+        self._moments = {name: torch.zeros(2, *one.shape) for name, one in self._parameters.items()}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for name, parameter in self._parameters.items():
+            gradient, parameter.grad = parameter.grad, None
+            assert gradient is not None
+            if self._ranks > 1:
+                torch.distributed.all_reduce(gradient)
+            mean, variance = self._moments[name]
+            mean.lerp_(gradient / self._ranks, 0.1)
+            variance.lerp_((gradient / self._ranks).square(), 0.1)
+            parameter.sub_(0.001 * mean / (variance.sqrt() + 1e-8))
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self._moments
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        for name, moments in self._moments.items():
+            moments.copy_(state[name])
+
+
+def _step(model: nn.Module, optimizer: Adam, batch: torch.Tensor, step: int, options: Options) -> torch.Tensor:
     loss: torch.Tensor = model(batch).square().mean()
     loss.backward()
     optimizer.step()
-    optimizer.zero_grad()
     time.sleep(options.step_s)
     return loss.detach()
 

@@ -61,7 +61,7 @@ def test_the_matrix(case: Case, seed: int, tmp_path: Path) -> None:
     job = HfJob(
         str(tmp_path / "job"), trainer=case.trainer, stream=case.data == "stream", workers=case.workers,
         model=rng.choice(["gpt2", "llama", "qwen2"]), samples=47 if case.trainer in WITHOUT_TRL else 48,
-    )  # fmt: skip
+    ).but(per_device_eval_batch_size=2)  # fmt: skip
     if case.trainer not in WITHOUT_TRL:
         job = job.but(accelerator_config={"dispatch_batches": False})  # with packing stock knows no other way
     for number in range(4 if SOAK else 2):
@@ -78,6 +78,13 @@ def _at_random(rng: random.Random, ranks: int) -> list[Fault]:
     rank, nth = 0 if at == "publish begin" else rng.randrange(ranks), rng.randint(1, last)
     heard = [pause(rank, at, 0.2, nth=nth)] if rng.random() < 0.5 else []
     return [terminate(rank, at, nth=nth), *heard]
+
+
+def test_started_again_after_the_end(tmp_path: Path) -> None:
+    """Evaluated last: that is how TRL's last log line comes about, also of a run that only looks at what it did."""
+    job = HfJob(str(tmp_path / "job"), trainer="packed", samples=48)
+    goes_on(job)
+    assert goes_on(job) == undisturbed(job)
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen2", "mixtral", "qwen2_moe"])

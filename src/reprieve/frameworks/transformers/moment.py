@@ -4,6 +4,7 @@
     flags            what its control says is due: to log, to evaluate, to save, to end the epoch or the training
     losses           the sum since the last log line, and since the beginning
     TRL              its averages since the last log line, GRPO's place in a batch of generations
+    mode             whether the model trains or was evaluated last: TRL logs the averages of one or the other
 
 A dict of plain values and tensors: it is saved, by every rank, and loaded with weights_only.
 """
@@ -29,6 +30,7 @@ def take(trainer: Any) -> dict[str, Any]:
     """Now."""
     return {
         "rng": capture_rng({}),
+        "training": trainer.model.training,
         "flags": {name: bool(getattr(trainer.control, name)) for name in _FLAGS},
         "tr_loss": float(trainer._tr_loss),
         "losses": {name: vars(trainer)[name] for name in _LOSSES if name in vars(trainer)},
@@ -39,6 +41,8 @@ def take(trainer: Any) -> dict[str, Any]:
 def put_back(trainer: Any, moment: Mapping[str, Any]) -> None:
     """As it was then."""
     restore_global(moment["rng"])
+    if trainer.model.training != moment["training"]:
+        trainer.model.train(moment["training"])
     for name, flag in moment["flags"].items():
         setattr(trainer.control, name, flag)
     trainer._tr_loss.fill_(moment["tr_loss"])
