@@ -161,7 +161,7 @@ def test_as_the_first_process_of_a_namespace(lab: Lab) -> None:
 
 def test_torchrun_waits_for_a_save_of_more_than_30_seconds(lab: Lab) -> None:
     """As long as the grace period lasts, and no longer is asked for."""
-    launched = lab.start(lab.torchrun(2, steps=1000, step_s=0.05, width=300_000, slow=300_000), "--grace", "2m")
+    launched = lab.start(lab.torchrun(2, steps=1000, step_s=0.05, width=190_000, slow=300_000), "--grace", "2m")
     until(lambda: lab.steps() >= 3, launched)
     launched.terminate()
     told = time.monotonic()
