@@ -1,6 +1,6 @@
 """`python -m benchmarks`: ours, the peers and the disk on this machine. The table on stdout, talk on stderr.
 
-python -m benchmarks                              everything, 2 GB, 5 rounds: about 25 minutes
+python -m benchmarks                              everything, 2 GB, 5 rounds (15 of our save and restore): half an hour
 python -m benchmarks --only save,peers.dcp_2      these (and the limit they are held against); other keys stay
 python -m benchmarks --only ranks,dcp,step        several ranks; DCP with our storage; the common step
 python -m benchmarks --only stop                  SIGTERM, and what a step costs: about 4 minutes
@@ -27,7 +27,7 @@ from reprieve.config import format_size, parse_size
 
 ROOT = Path(__file__).parents[1]
 CLOSER = 2
-"""As many more rounds, times the others, for what is close to the disk's own time."""
+"""How many more rounds these have than others, as a multiple of theirs: see `_closer`."""
 
 
 def main() -> int:
@@ -98,7 +98,7 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
 
 
 def _closer(jobs: list[Job], times: Mapping[str, Times]) -> list[Job]:
-    """What is within a tenth of the disk, and the disk: too close to be told apart in as few rounds as peers need."""
+    """Our save and restore, and the disk: too close to each other to be told apart in as few rounds as peers need."""
     ours = [job for job in jobs if job.name in ("save", "restore")]
     limits = [results.best_of(job.limit, jobs, times) for job in ours]
     return [*filter(None, limits), *ours]
