@@ -147,7 +147,7 @@ def _stock() -> tuple[Callable[..., None], Callable[..., None]]:
 
 def _disk_jobs(raw: Path, size: int) -> dict[str, _Job]:
     """One process moves all the bytes: no number of ranks can be faster than the disk."""
-    disk.touch_buffers(_WAYS)
+    disk.touch_memory()
 
     def make_anew() -> None:
         raw.unlink(missing_ok=True)

@@ -289,7 +289,7 @@ def main() -> int:
         shape = QWEN2_5_1_5B if options.size == "qwen" else SMALL
         if options.layers is not None:
             shape = dataclasses.replace(shape, layers=options.layers)
-        disk.touch_buffers(WAYS)
+        disk.touch_memory()
         bench = Bench(TrainingState(shape, options.device), folder)
         size = bench.state.bytes
         try:

@@ -140,7 +140,7 @@ def main() -> int:
                 found["exact"] = gpu_exact.compare(folder / "exact", device, random.Random(options.seed))
                 print(gpu_exact.markdown(found["exact"]), flush=True)
             if options.only != "exact":
-                disk.touch_buffers(WAYS)
+                disk.touch_memory()
                 found["rounds"] = run(bench, options.rounds, options.budget_s)
                 found |= {"bytes": bench.bytes, "shape": shape, **summarize(bench.values)}
                 print(markdown(found, bench.values, bench.bytes))

@@ -1,9 +1,9 @@
 """Qwen2.5-1.5B (from its config) fine-tuned in float32 with AdamW on a GPU: SIGTERM, and what follows.
 
-python -m benchmarks.gpu_transformers            everything: about 8 minutes, and room for two checkpoints of 18.5 GB
+python -m benchmarks.gpu_transformers            everything: about 8 minutes, and room for three times 18.5 GB
 python -m benchmarks.gpu_transformers --only full,lora
 
-    full      SIGTERM → durable, held against the disk's own time in the same run; resumed, and stopped in an evaluation
+    full      SIGTERM → durable, held against the disk's own time after each stop; one is in an evaluation
     stock     the same with transformers' own just-in-time checkpoints
     periodic  how long training stands still for a save in the background
     lora      SIGTERM → durable with an adapter on the same model
@@ -24,7 +24,11 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
+
+from benchmarks import disk
+from benchmarks.measure import settle
 
 ROOT = Path(__file__).parents[1]
 QWEN: dict[str, Any] = {
@@ -32,7 +36,10 @@ QWEN: dict[str, Any] = {
     "num_attention_heads": 12, "num_key_value_heads": 2, "max_position_embeddings": 4096, "tie_word_embeddings": True,
 }  # fmt: skip
 SMALL = {"hidden_size": 24, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 2000}
+BYTES, SMALL_BYTES = 18_500_000_000, 50_000_000
 LENGTH, BATCH = 512, 4
+PREEMPTED = 143
+WAYS = [disk.Way(threads, 16 * 2**20) for threads in (1, 2, 4)]
 _LIMIT_S = 240.0
 
 
@@ -108,7 +115,8 @@ class Run:
         self._before = len(self.notes())
         command = [sys.executable, "-m", "benchmarks.gpu_transformers", "--train", "--folder", str(folder), *options]
         command += ["--small"] * self.small
-        env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
+        paths = [str(ROOT), *filter(None, sys.path)]
+        env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(paths)}
         self.process = subprocess.Popen(
             command, env=env, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
@@ -144,29 +152,51 @@ def _step_s(notes: list[dict[str, Any]]) -> float:
     return steps[len(steps) // 2]
 
 
-def full(folder: Path, disk_s: float) -> dict[str, float]:
+def full(folder: Path) -> dict[str, float]:
+    """Three stops, the disk's own time measured after each: in training, in an evaluation, in training after it."""
+    size = SMALL_BYTES if Run.small else BYTES
+    stops, times = list[float](), dict[str, list[float]]()
+
+    def stop(run: Run) -> None:
+        _, code, output = run.stop()
+        if code != PREEMPTED:
+            raise RuntimeError(f"exit code {code}, not {PREEMPTED}:\n{output[-3000:]}")
+        stops.append(_after_signal(output))
+        for old in sorted(folder.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime)[:-1]:
+            shutil.rmtree(old)  # there would be no room
+        for way in WAYS:
+            times.setdefault(str(way), []).append(_disk_s(folder / "disk", size, way))
+        print(f"  stopped after {stops[-1]} s, the disk: {times}", file=sys.stderr, flush=True)
+
     run = Run(folder, "--compile")
     run.until(lambda notes: len(notes) >= 8)
     step_s = _step_s(run.new())
-    _, code, output = run.stop()
-    durable_s = _after_signal(output)
-    found = {"stop_s": durable_s, "step_s": step_s, "exit_code": code, "x_disk": (durable_s - step_s) / disk_s}
-    print(json.dumps(found), file=sys.stderr, flush=True)
-    found["bytes"] = sum(path.stat().st_size for path in folder.glob("checkpoint-*/*"))
-    # It goes on, and is stopped in an evaluation.
-    at = run.notes()[-1]["step"]
-    again = Run(folder, "--evaluate", str(at + 5), "--compile")
-    again.until(lambda notes: sum("evaluating" in one for one in notes) >= 3)
-    _, code, output = again.stop()
-    found |= {"evaluation.stop_s": _after_signal(output), "evaluation.exit_code": code}
-    third = Run(folder, "--evaluate", str(at + 5), "--compile")
+    stop(run)
+    found = {"step_s": step_s, "bytes": float(sum(path.stat().st_size for path in folder.glob("checkpoint-*/*")))}
+    evaluating = ("--evaluate", str(run.notes()[-1]["step"] + 5), "--compile")
+    second = Run(folder, *evaluating)
+    second.until(lambda notes: sum("evaluating" in one for one in notes) >= 3)
+    stop(second)
+    third = Run(folder, *evaluating)
     third.until(lambda notes: any("loss" in one for one in notes))
-    evaluated = sum("evaluating" in one for one in third.new())
-    third.stop()
-    return found | {"evaluation.batches_again": float(evaluated)}
+    found["evaluation.batches_again"] = float(sum("evaluating" in one for one in third.new()))
+    stop(third)
+    disk_s = min(median(seconds) for seconds in times.values())
+    found |= {f"stop_{number}_s": seconds for number, seconds in enumerate(stops, 1)}
+    return found | {"stop_s": median(stops), "disk_s": disk_s, "x_disk": (median(stops) - step_s) / disk_s}
 
 
-def stock(folder: Path, disk_s: float) -> dict[str, float]:
+def _disk_s(path: Path, size: int, way: disk.Way) -> float:
+    disk.create(path, size)
+    settle()
+    began = time.monotonic()
+    disk.write(path, size, way)
+    seconds = time.monotonic() - began
+    path.unlink()
+    return seconds
+
+
+def stock(folder: Path) -> dict[str, float]:
     run = Run(folder, "--jit")
     run.until(lambda notes: len(notes) >= 8)
     told, code, _ = run.stop()
@@ -176,22 +206,22 @@ def stock(folder: Path, disk_s: float) -> dict[str, float]:
     return {"stop_s": max(states) - now - told, "flushed_s": time.monotonic() - told, "exit_code": code}
 
 
-def periodic(folder: Path, disk_s: float) -> dict[str, float]:
-    run = Run(folder, "--every", "20")
-    run.until(lambda notes: notes and notes[-1]["step"] >= 70)
+def periodic(folder: Path) -> dict[str, float]:
+    run = Run(folder, "--every", "30")  # a save takes as long as 20 steps, and the next would wait for it
+    run.until(lambda notes: notes and notes[-1]["step"] >= 95)
     notes = [one for one in run.new() if "loss" in one]
     usual = _step_s(notes)
     blocked = {
         int(after["step"]): after["at"] - before["at"] - usual
         for before, after in pairwise(notes)
-        if after["step"] in (20, 40, 60)
+        if after["step"] in (30, 60, 90)
     }
     run.process.kill()
     run.process.communicate()
     return {f"blocked_{step}_s": seconds for step, seconds in blocked.items()} | {"step_s": usual}
 
 
-def lora(folder: Path, disk_s: float) -> dict[str, float]:
+def lora(folder: Path) -> dict[str, float]:
     run = Run(folder, "--lora")
     run.until(lambda notes: len(notes) >= 20)
     _, code, output = run.stop()
@@ -205,7 +235,7 @@ def _after_signal(output: str) -> float:
     return float(found[1])
 
 
-PARTS: dict[str, Callable[[Path, float], dict[str, float]]] = {
+PARTS: dict[str, Callable[[Path], dict[str, float]]] = {
     "full": full, "lora": lora, "periodic": periodic, "stock": stock,
 }  # fmt: skip
 
@@ -226,25 +256,13 @@ def main() -> int:
     if options.train:
         train(options)
         return 0
-    from benchmarks import disk
-
     found: dict[str, float] = {}
     folder = Path(tempfile.mkdtemp(prefix="gpu-", dir=options.folder))
     Run.small = options.small
-    size = 50_000_000 if options.small else 18_500_000_000
+    disk.touch_memory()
     try:
         for part in options.only:
-            seconds = []
-            for way in disk.WAYS if part == "full" else ():
-                disk.create(folder / "disk", size)
-                began = time.monotonic()
-                disk.write(folder / "disk", size, way)
-                seconds.append(time.monotonic() - began)
-                (folder / "disk").unlink()
-            disk_s = min(seconds, default=0.0)
-            if disk_s:
-                found["disk_s"] = disk_s
-            measured = PARTS[part](folder / part, disk_s)
+            measured = PARTS[part](folder / part)
             shutil.rmtree(folder / part)
             found |= {f"{part}.{name}": value for name, value in measured.items()}
             print(json.dumps({part: measured}), flush=True)

@@ -93,7 +93,7 @@ def durable(folder: Path, rounds: int, size: int, moments: random.Random) -> dic
         lambda: ours.append(_stop("ours", folder, shape, moments)),
         *(partial(_disk, folder / "raw", size, way, disk_s) for way in _WAYS),
     ]
-    disk.touch_buffers(_WAYS)
+    disk.touch_memory()
     for number in range(rounds):
         print(f"stop: round {number + 1}/{rounds}", file=sys.stderr)
         chosen = [*jobs, stop_peer] if number < PEER_ROUNDS else jobs
