@@ -1,4 +1,4 @@
-"""What of a command and its environment is not written down: whatever looks like a secret.
+"""What of a command, its environment and its errors is not written down: whatever looks like a secret.
 
 A run that is resumed takes those variables from the environment that it is resumed in. The rule is by name and by
 shape, and errs on the side of leaving out.
@@ -14,7 +14,7 @@ HIDDEN = "***"
 _NAME = re.compile(
     r"(^|_)(TOKEN|SECRETS?|PASS|PWD|PASSPHRASE|CREDENTIALS?|APIKEY|KEY|AUTH|COOKIE|DSN)(_|$)|PASSW(OR)?D", re.IGNORECASE
 )
-_VALUE = re.compile(
+VALUE = re.compile(
     r"""://[^/\s:@]*:[^/\s@]+@          # a password in a URL
       | \bhf_[A-Za-z0-9]{16,}
       | \b(sk-|ghp_|gho_|github_pat_|glpat-|xox[abp]-|AKIA|ASIA|eyJ)[\w.\-]{8,}
@@ -35,7 +35,7 @@ _OF_THIS_SHELL = {
 
 
 def is_secret(name: str, value: str) -> bool:
-    return bool(_NAME.search(name) or _VALUE.search(value))
+    return bool(_NAME.search(name) or VALUE.search(value))
 
 
 def storable(env: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
@@ -55,8 +55,8 @@ def masked(words: Sequence[str]) -> list[str]:
             found.append(HIDDEN)
         elif equals and _long(value) and (_OPTION.fullmatch(option) or _VARIABLE.fullmatch(option)):
             found.append(f"{option}={HIDDEN}")
-        elif _VALUE.search(word):
-            found.append(f"{option}={HIDDEN}" if equals and not _VALUE.search(option) else HIDDEN)
+        elif VALUE.search(word):
+            found.append(f"{option}={HIDDEN}" if equals and not VALUE.search(option) else HIDDEN)
         else:
             found.append(word)
         before = word

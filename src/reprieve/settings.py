@@ -31,7 +31,7 @@ class _Kind:
 
     env: str
     default: Any
-    parse: Callable[[str], Any]
+    parse: Callable[[Any], Any]
     help: str
     write: Callable[[Any], str] = str
 
@@ -44,13 +44,15 @@ def _truth(text: str) -> bool:
     raise ConfigError(f"{text!r} is neither true nor false")
 
 
-def _duration(text: str) -> timedelta:
+def _duration(given: str | float | timedelta) -> timedelta:
     """With a unit, or a bare number of seconds, as Kubernetes writes it."""
-    return parse_duration(float(text) if re.fullmatch(r"[0-9]+(\.[0-9]*)?", text.strip()) else text)
+    bare = isinstance(given, str) and re.fullmatch(r"[0-9]+(\.[0-9]*)?", given.strip())
+    return parse_duration(float(given) if bare else given)  # type: ignore[arg-type]
 
 
-def _duration_or_zero(text: str) -> timedelta:
-    return timedelta(0) if text.strip() in ("0", "0s") else _duration(text)
+def _duration_or_zero(given: str | float | timedelta) -> timedelta:
+    text = given.strip() if isinstance(given, str) else given
+    return timedelta(0) if text in (0, timedelta(0), "0", "0s") else _duration(given)
 
 
 def _count(text: str) -> int:
@@ -95,6 +97,7 @@ KINDS: Mapping[str, _Kind] = {
     "every": _Kind("CHECKPOINT_INTERVAL", "10m", str, "how often to save: 500, epoch, 10m, auto or never"),
     "keep": _Kind("CHECKPOINT_MAX_RETAIN", 3, _keep, "how many checkpoints to keep, or all"),
     "fresh": _Kind("CHECKPOINT_RESUME", False, lambda text: not _truth(text), "start over", _resumes),
+    "save_at_end": _Kind("REPRIEVE_SAVE_AT_END", True, _truth, "save the last step when training is done"),
     "grace": _Kind("REPRIEVE_GRACE", None, _duration, "time from the signal to the kill", _seconds),
     "kill_wait": _Kind("REPRIEVE_KILL_WAIT", timedelta(0), _duration_or_zero, "go on so long after it", _seconds),
     "name": _Kind("REPRIEVE_RUN", None, str, "the run's name"),
@@ -115,6 +118,8 @@ class Settings:
     every: Any
     keep: int | str
     fresh: bool
+    save_at_end: bool
+    """Of an adapter that saves the last step by itself: should it?"""
     grace: timedelta | None
     """None: what is usual on the platform."""
     kill_wait: timedelta
@@ -162,8 +167,8 @@ def resolve(given: Mapping[str, Any], env: Mapping[str, str] = os.environ, *, op
     return Settings(**values, sources=sources)
 
 
-def _parsed(parse: Callable[[str], Any], value: Any, source: str) -> Any:
-    if not isinstance(value, str):
+def _parsed(parse: Callable[[Any], Any], value: Any, source: str) -> Any:
+    if not isinstance(value, str) and parse not in (_duration, _duration_or_zero):
         return value
     try:
         return parse(value)

@@ -118,7 +118,7 @@ def test_a_failure_ends_nothing_and_is_said_once(rig: Rig, caplog: pytest.LogCap
 
 
 def test_a_run_that_never_stands_still_is_always_told_as_a_whole(rig: Rig) -> None:
-    tracker = Tracker(total_steps=LAST)
+    tracker = Tracker(total_steps=LAST, saving=lambda: (tracker.at, tracker.at % 100 / 100))
     over = threading.Event()
 
     def train() -> None:
@@ -127,7 +127,6 @@ def test_a_run_that_never_stands_still_is_always_told_as_a_whole(rig: Rig) -> No
             step += 1
             tracker.step(step, step / 10)
             tracker.metrics({f"metric {step % 7}": step, "loss": 1 / step})
-            tracker.saving(step, step % 100 / 100)
             tracker.saved(f"/c/checkpoint-{step}", step)
         tracker.step(LAST)
         tracker.stopped("SIGTERM", saved=True)

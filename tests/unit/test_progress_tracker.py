@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from pathlib import Path
 
@@ -33,6 +34,14 @@ def test_a_total_that_is_none_is_not_known(clock: FakeClock, nothing: int) -> No
     assert (told.total_steps, told.total_epochs, told.percent) == (None, None, None)
 
 
+@pytest.mark.parametrize("endless", [sys.maxsize, float(sys.maxsize), math.inf, math.nan])
+def test_epochs_without_end_are_not_told(tracker: Tracker, endless: float) -> None:
+    """Stock transformers says sys.maxsize where data has no length."""
+    tracker.plan(100, endless)
+    told = tracker.snapshot()
+    assert (told.total_steps, told.total_epochs, told.percent) == (100, None, 10.0)
+
+
 def test_a_step(tracker: Tracker) -> None:
     tracker.step(11, epoch=0.22)
     told = tracker.snapshot()
@@ -41,9 +50,8 @@ def test_a_step(tracker: Tracker) -> None:
 
 def test_speed(tracker: Tracker, clock: FakeClock) -> None:
     for step in range(11, 41):
-        tracker.samples(8)
-        tracker.tokens(1000)
         clock.advance(0.5)
+        tracker.trained_on(8 * step, 1000 * step)  # those before the resume are no speed
         tracker.step(step)
         if step % 10 == 0:
             with tracker.pausing(EVALUATING):
@@ -51,6 +59,15 @@ def test_speed(tracker: Tracker, clock: FakeClock) -> None:
     told = tracker.snapshot()
     assert told.samples_per_s == pytest.approx(16.0, rel=0.05)
     assert told.tokens_per_s == pytest.approx(2000.0, rel=0.05)
+
+
+def test_what_nobody_counts_has_no_speed(tracker: Tracker, clock: FakeClock) -> None:
+    for step in range(11, 21):
+        clock.advance(0.5)
+        tracker.trained_on(8 * step)
+        tracker.step(step)
+    told = tracker.snapshot()
+    assert (told.samples_per_s, told.tokens_per_s) == (pytest.approx(16.0), None)
 
 
 # States
@@ -94,18 +111,21 @@ def test_a_run_that_is_silent_does_not_look_fresh(tracker: Tracker, clock: FakeC
     heard = clock.now
     clock.advance(3600.0)
     assert tracker.snapshot().at == heard
-    tracker.saving(11, 0.5)
+    tracker.saved("checkpoint-11")
     assert tracker.snapshot().at == clock.now
 
 
 # Checkpoints
 
 
-def test_a_save_from_its_begin_to_its_end(tracker: Tracker, clock: FakeClock) -> None:
+def test_a_save_from_its_begin_to_its_end(clock: FakeClock) -> None:
+    running: list[tuple[int, float | None]] = []
+    tracker = Tracker(clock=clock, saving=lambda: running[0] if running else None)
     tracker.checkpoints(created=4, valid=2)
-    tracker.saving(20, 0.25)
+    running.append((20, 0.25))
     saves = tracker.snapshot().checkpoints
     assert (saves.saving, saves.saving_fraction, saves.created, saves.valid) == (20, 0.25, 4, 2)
+    running.clear()
     tracker.saved(Path("/c/checkpoint-20"), 1_000)
     assert tracker.snapshot().checkpoints == Checkpoints(
         latest="/c/checkpoint-20", latest_at=clock.now, latest_bytes=1_000, created=5, valid=3
@@ -114,16 +134,17 @@ def test_a_save_from_its_begin_to_its_end(tracker: Tracker, clock: FakeClock) ->
     assert tracker.snapshot().checkpoints.valid == 1
 
 
-def test_a_save_that_failed_is_no_longer_under_way(tracker: Tracker) -> None:
-    tracker.saving(20)
-    tracker.saving(None)
-    assert tracker.snapshot().checkpoints == Checkpoints()
+def test_the_newest_is_the_one_that_was_restored(tracker: Tracker) -> None:
+    tracker.restored(Path("/c/checkpoint-10"), 500, 1_600_000_000.0)
+    assert tracker.snapshot().checkpoints == Checkpoints(
+        latest="/c/checkpoint-10", latest_at=1_600_000_000.0, latest_bytes=500
+    )
 
 
-@pytest.mark.parametrize(("given", "told"), [(-0.1, 0.0), (1.2, 1.0), (math.nan, 0.0)])
-def test_a_part_is_between_none_and_all(tracker: Tracker, given: float, told: float) -> None:
-    tracker.saving(20, given)
-    assert tracker.snapshot().checkpoints.saving_fraction == told
+@pytest.mark.parametrize(("given", "told"), [(-0.1, 0.0), (1.2, 1.0), (math.nan, 0.0), (None, None)])
+def test_a_part_is_between_none_and_all(given: float | None, told: float | None) -> None:
+    saves = Tracker(saving=lambda: (20, given)).snapshot().checkpoints
+    assert (saves.saving, saves.saving_fraction) == (20, told)
 
 
 def test_two_saves_at_the_same_moment_are_two() -> None:
@@ -163,7 +184,6 @@ def test_all_threads_at_once(tracker: Tracker) -> None:
 
     def save() -> None:
         for number in range(500):
-            tracker.saving(number, 0.5)
             tracker.saved(f"checkpoint-{number}")
 
     asking, saving = threading.Thread(target=ask), [threading.Thread(target=save) for _ in range(3)]

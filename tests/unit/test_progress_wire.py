@@ -25,10 +25,11 @@ EVERYTHING_ODD = {
 def test_the_file() -> None:
     assert wire.for_file(progress()) == {
         "epoch": 1, "totalEpochs": 3, "step": 150, "totalSteps": 300, "loss": "0.4523", "learningRate": "0.000050",
-        "percentComplete": "50.0", "lastUpdateTime": "2023-11-14T22:13:20Z", "state": "training", "reason": None,
-        "saved": None, "currentEpoch": "1.50", "estimatedRemainingSeconds": 91, "accuracy": "0.9000",
-        "validationLoss": "0.5000", "validationAccuracy": "0.8000", "gradientNorm": "1.2500",
-        "samplesPerSecond": "32.00", "tokensPerSecond": "65536.00", "resumedFrom": 100, "restarts": 2,
+        "percentComplete": "50.0", "estimatedTimeRemaining": "2m", "lastUpdateTime": "2023-11-14T22:13:20Z",
+        "state": "training", "reason": None, "saved": None, "currentEpoch": "1.50", "estimatedRemainingSeconds": 91,
+        "accuracy": "0.9000", "validationLoss": "0.5000", "validationAccuracy": "0.8000", "gradientNorm": "1.2500",
+        "samplesPerSecond": "32.00", "tokensPerSecond": "65536.00", "resumedFrom": "checkpoint-100",
+        "resumedFromStep": 100, "restarts": 2,
         "checkpointing": {
             "enabled": True, "latestCheckpoint": "/workspace/checkpoints/checkpoint-150", "checkpointsCreated": 3,
             "latestCheckpointTime": "2023-11-14T22:08:20Z", "latestCheckpointBytes": 18_500_000_000,
@@ -91,6 +92,22 @@ def test_seconds_are_whole_and_zero_only_at_the_end(state: str, eta_s: float | N
     assert wire.for_http(one)["estimatedRemainingSeconds"] == told
 
 
+@pytest.mark.parametrize(
+    ("eta_s", "told"),
+    [
+        (0.2, "1s"), (59.0, "59s"), (59.5, "1m"), (61.0, "2m"), (2700.0, "45m"), (3541.0, "1h"), (5400.0, "1h30m"),
+        (5401.0, "1h31m"), (180_000.0, "50h"), (None, None), (math.inf, None),
+    ],
+)  # fmt: skip
+def test_the_time_left_as_text_is_rounded_up(eta_s: float | None, told: str | None) -> None:
+    assert wire.for_file(progress(eta_s=eta_s))["estimatedTimeRemaining"] == told
+
+
+def test_no_time_is_left_only_at_the_end() -> None:
+    assert wire.for_file(progress(state="finished", eta_s=0.0))["estimatedTimeRemaining"] == "0s"
+    assert wire.for_file(progress(state="stopped", eta_s=0.0))["estimatedTimeRemaining"] == "1s"
+
+
 def test_what_is_not_known_is_null() -> None:
     told = wire.for_file(NOTHING)
     known = {name for name, value in told.items() if value is not None}
@@ -120,7 +137,8 @@ def test_what_is_told_over_http() -> None:
     }  # fmt: skip
     assert list(told)[:8] == list(first)
     assert {name: told[name] for name in first} == first
-    assert (told["samplesPerSecond"], told["resumedFrom"], told["state"]) == (32.0, 100, "training")
+    assert (told["samplesPerSecond"], told["state"]) == (32.0, "training")
+    assert (told["resumedFrom"], told["resumedFromStep"]) == ("checkpoint-100", 100)
     assert told["checkpointing"] == wire.for_file(progress())["checkpointing"]
 
 

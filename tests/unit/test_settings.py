@@ -18,6 +18,7 @@ EVERY_SETTING = [
     ("every", "CHECKPOINT_INTERVAL", ("auto", "auto"), ("20m", "20m"), "10m"),
     ("keep", "CHECKPOINT_MAX_RETAIN", ("all", ALL), ("5", 5), 3),
     ("fresh", "CHECKPOINT_RESUME", (True, True), ("true", False), False),
+    ("save_at_end", "REPRIEVE_SAVE_AT_END", (False, False), ("no", False), True),
     ("grace", "REPRIEVE_GRACE", ("2m", 2 * MINUTE), ("60", MINUTE), None),
     ("kill_wait", "REPRIEVE_KILL_WAIT", ("0", timedelta(0)), ("60s", MINUTE), timedelta(0)),
     ("name", "REPRIEVE_RUN", ("mine", "mine"), ("theirs", "theirs"), None),
@@ -30,7 +31,7 @@ EVERY_SETTING = [
 ALL_SAID = {
     "checkpoints": "/data/run 1", "every": "epoch", "keep": "all", "fresh": True, "grace": "1m30s", "kill_wait": "0",
     "name": "mine", "restarts": "4", "hang": "10m", "progress_file": "/data/p.json", "progress_every": "7",
-    "metrics_port": "9100",
+    "metrics_port": "9100", "save_at_end": False,
 }  # fmt: skip
 
 
@@ -183,3 +184,13 @@ def test_what_the_launcher_decided_holds_in_an_environment_that_disables(given: 
     env = {"CHECKPOINT_ENABLED": "false"}
     settings = resolve(given, env)
     assert resolve({}, {**env, **settings.environment()}).every == settings.every
+
+
+@pytest.mark.parametrize(("given", "seconds"), [(3.0, 3), (0, 0), (timedelta(0), 0), (2 * MINUTE, 120), ("4", 4)])
+def test_a_duration_may_be_a_number(given: object, seconds: float) -> None:
+    assert resolve({"kill_wait": given}, {}).kill_wait == timedelta(seconds=seconds)
+
+
+def test_a_number_that_is_no_duration() -> None:
+    with pytest.raises(ConfigError, match="--kill-wait"):
+        resolve({"kill_wait": -1.0}, {})

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import logging
 import signal
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -66,6 +67,7 @@ class Session:
         self.root = for_run(settings.checkpoints)
         self.stopped: Preempted | None = None
         self.finished = False
+        self._finished_at: int | None = None
         self.last_saved: int | None = 0
         """The step of the last checkpoint that was asked for, or restored."""
         self._position = position
@@ -123,7 +125,11 @@ class Session:
         if found is not None:
             self.last_saved = found.step
             self.finished = found.finished is not None
-        self.telling.started(found.step if found else None, finished=self.finished, checkpointer=self.checkpointer)
+            self._finished_at = found.step if self.finished else None
+        self.telling.started(
+            found.step if found else None, finished=self.finished, checkpointer=self.checkpointer,
+            heard=self.guard.signals if self.guard.hears_signals else (),
+        )  # fmt: skip
 
     def refused(self, error: BaseException) -> None:
         """It could not be set up."""
@@ -141,13 +147,13 @@ class Session:
         self.last_saved = step
         self.boundaries.saved()
         self.telling.saving(save, began)
+        if within is None:
+            self.telling.count(self.checkpointer)
         return save
 
     def save_beside(self, save: Callable[[], object]) -> None:
         """A periodic save. One that storage refuses is said, and the next is tried when it is due: training goes on."""
-        failed: BaseException | None = self.checkpointer.settle()
-        if failed is not None:
-            log.error("the periodic save before this one failed: %s", failed)
+        self.settle()
         try:
             save()
         except (StorageError, RankFailed) as error:  # of another rank's storage the others hear as RankFailed
@@ -156,18 +162,29 @@ class Session:
             self.checkpointer.schedule.saved(step)
             self.boundaries.saved()
 
+    def settle(self) -> bool:
+        """Wait for the periodic save that is running. Has something gone wrong in the background? Then it is said, and
+        training goes on."""
+        failed = self.checkpointer.settle()
+        if failed is not None:
+            log.error("the periodic save before this one failed: %s", failed)
+        return failed is not None
+
     # The end
 
     def stop(self, save: Callable[[timedelta | None], object]) -> Preempted:
         """At a boundary that all ranks stand at: save, leave together; what to raise."""
+        self._tell_step()
         self.stopped = self._stopping.stop(self._position().step, self.last_saved, save)
         return self.stopped
 
     def finish(self, what: Any) -> None:
-        """The last step is saved: mark it as the last."""
+        """Training is done. If its last step is saved, that is marked as the last."""
         step = self._position().step
-        self.checkpointer.finish(step, what)
-        self.finished = True
+        if step == self.last_saved:
+            self.checkpointer.finish(step, what)
+        self.finished, self._finished_at = True, step
+        self._tell_step()
         self.telling.finished(step)
 
     def close(self, *, together: bool = True) -> None:
@@ -175,8 +192,11 @@ class Session:
         if self._closed:
             return
         self._closed = True
-        if self._telling is not None and self.stopped is None and not self.finished:
-            self._telling.closing(self._position().step)
+        if self._telling is not None and self.stopped is None:
+            self._tell_step()
+            step = self._position().step
+            # One that was finished before may have gone on since: more was asked for.
+            self._telling.closing(step, finished=step == self._finished_at)
         self.guard.close()
         with contextlib.ExitStack() as stack:
             if getattr(self, "ranks", None) is not None:
@@ -202,6 +222,8 @@ class Session:
     def _lost_a_rank(self, error: RanksError) -> None:
         """The main thread probably waits for a dead rank in a collective. While nothing but the store is lost, and
         nobody wants to stop, training goes on."""
+        if isinstance(error, RankFailed) and self.guard.stop is None:
+            self.telling.failed(error)
         if isinstance(error, RankFailed) or self.guard.stop is not None:
             ending.within(self._exit_wait.total_seconds(), code=1, why=f"{error};")
 
@@ -215,4 +237,8 @@ class Session:
 
 def _close_at_exit(session: weakref.ref[Session]) -> None:
     if (open_session := session()) is not None:
+        # In an interpreter that somebody types into, it may be any error.
+        uncaught = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+        if uncaught is not None and not open_session.closed:
+            open_session.telling.failed(uncaught)
         open_session.close(together=False)

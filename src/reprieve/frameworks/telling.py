@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import os
 import signal
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from reprieve.checkpoint.answers import Save
 from reprieve.checkpoint.checkpointer import Checkpointer
-from reprieve.errors import RankFailed, needs_a_person
+from reprieve.checkpoint.survey import Found
+from reprieve.errors import OwnershipError, RankFailed, needs_a_person
 from reprieve.progress import cluster, report
 from reprieve.progress.publisher import Publisher
+from reprieve.progress.reason import reason
 from reprieve.progress.report import STEP_EVERY_S, Reporter
 from reprieve.progress.tracker import Tracker
 from reprieve.settings import NEVER, Settings
@@ -31,6 +35,9 @@ class Position(NamedTuple):
     total_steps: int | None = None
     epoch: float | None = None
     total_epochs: float | None = None
+    samples: int | None = None
+    """Trained on, by all ranks, up to this step; those before a resume may be in it or not."""
+    tokens: int | None = None
 
     @property
     def fraction(self) -> float | None:
@@ -66,8 +73,17 @@ class Telling:
             # Who only heard of another rank's error tells that one: which of them is heard first is chance.
             cause = error.reason if isinstance(error, RankFailed) else f"{type(error).__name__}: {error}"
             self._reporter.tell(report.REFUSED, error=cause)
+        self.failed(error)
+        # Where somebody else has the folder, what is told is theirs, perhaps in the same file.
+        if self._first and self._publisher is None and not isinstance(error, OwnershipError):
+            self._publisher = Publisher.from_environment(self.tracker, self._settings).start()
 
-    def started(self, resumed: int | None, *, finished: bool, checkpointer: Checkpointer) -> None:
+    def failed(self, error: BaseException) -> None:
+        """It ends the run, if nothing else has."""
+        self.tracker.failed(reason(error))
+
+    def started(self, resumed: int | None, *, finished: bool, checkpointer: Checkpointer, heard: Sequence[int]) -> None:
+        """`heard`: the signals that would be answered with a save."""
         self._reporter.tell(
             report.STARTED,
             checkpoints=self._folder,
@@ -76,17 +92,23 @@ class Telling:
             **_state_in_drill(checkpointer),
         )
         self.tracker = Tracker(
-            resumed_from=resumed, restarts=checkpointer.attempt - 1, checkpointing=self._settings.every != NEVER
-        )
+            resumed_from=resumed, restarts=checkpointer.attempt - 1,
+            checkpointing=bool(heard) or self._settings.every != NEVER, saving=functools.partial(_saving, checkpointer),
+        )  # fmt: skip
         if self._first:
-            found = [one for one in checkpointer.list() if one.problem is None]
+            found = _valid(checkpointer)
             self.tracker.checkpoints(created=len(found), valid=len(found))
+            for one in found:
+                if one.step == resumed:
+                    self.tracker.restored(one.path, one.bytes, one.created.timestamp())
             self._publisher = Publisher.from_environment(self.tracker, self._settings, bar=self._bar).start()
-            cluster.say_protected()
+            if signal.SIGTERM in heard:
+                cluster.say_protected()
 
     def step(self, at: Position) -> None:
         """At boundaries, 20 times a second at most. The launcher: the first at once, then a few a second."""
         self.tracker.plan(at.total_steps, at.total_epochs)
+        self.tracker.trained_on(at.samples, at.tokens)
         if at.step != self.tracker.at:
             self.tracker.step(at.step, at.epoch)
         if self._reporter.heard and (now := time.monotonic()) >= self._next_step and at.step:
@@ -97,7 +119,6 @@ class Telling:
         """A save was asked for: when it is durable, that is told."""
         if save.skipped is not None:
             return
-        self.tracker.saving(save.step)
 
         def durable() -> None:
             took = time.monotonic() - began
@@ -107,6 +128,16 @@ class Telling:
             )
 
         save.when_durable(durable)
+
+    def count(self, checkpointer: Checkpointer) -> None:
+        """How many checkpoints there are, once retention is through with the save that was asked for."""
+
+        def count() -> None:
+            with contextlib.suppress(OSError):
+                self.tracker.checkpoints(valid=len(_valid(checkpointer)))
+
+        if self._first:
+            checkpointer._background.do(count)
 
     def stopping(self, reason: str, step: int) -> None:
         self._reason = reason
@@ -118,9 +149,11 @@ class Telling:
         self.tracker.stopped(self._reason, saved=saved)
         self._last_word()
 
-    def closing(self, step: int) -> None:
-        """The run ends, perhaps by an error: how far it came."""
-        if step:
+    def closing(self, step: int, *, finished: bool) -> None:
+        """The run ends, perhaps by an error: how far it came. `finished`: there was nothing left to train."""
+        if finished:
+            self.tracker.finished()
+        elif step:
             self._reporter.tell(report.STEP, step=step)
         self._last_word()
 
@@ -132,6 +165,17 @@ class Telling:
     def _last_word(self) -> None:
         if self._publisher is not None:
             self._publisher.close()
+
+
+def _valid(checkpointer: Checkpointer) -> list[Found]:
+    return [one for one in checkpointer.list() if one.problem is None]
+
+
+def _saving(checkpointer: Checkpointer) -> tuple[int, float | None] | None:
+    """The save that is being written, and how much of it."""
+    if (running := checkpointer.running) is None:
+        return None
+    return running.step, running.moved / running.share if running.share else None
 
 
 def _state_in_drill(checkpointer: Checkpointer) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from reprieve.launch import hooks, ledger, outcome, record, secrets
+from reprieve import secrets
+from reprieve.launch import hooks, ledger, outcome, record
 from reprieve.launch.attempt import STOPS, Attempt, Signals
 from reprieve.launch.command import Command
 from reprieve.launch.outcome import Outcome

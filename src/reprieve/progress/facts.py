@@ -19,11 +19,11 @@ class Checkpoints:
     """Of one run."""
 
     enabled: bool = True
-    """Are there periodic saves? A stop saves in any case."""
+    """Is anything saved before the end: periodically, or when the run is told to stop?"""
     latest: str | None = None
     """Where the newest durable one is."""
     latest_at: float | None = None
-    """When it became durable, in seconds since the epoch."""
+    """When it became durable, in seconds since the epoch; of one from before the resume, when it was begun."""
     latest_bytes: int | None = None
     created: int = 0
     valid: int | None = None

@@ -66,6 +66,7 @@ class Pace:
         """When the last step ended."""
         self.current = step
         self.samples = self.tokens = 0
+        """Up to the step that is told next."""
         self._began: float | None = None
         """When what is timed now began. None: nothing is timed. The first step is not: it compiles and warms up."""
         self._seconds = 0.0

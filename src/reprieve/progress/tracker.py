@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -33,10 +34,13 @@ class Tracker:
         resumed_from: int | None = None,
         restarts: int = 0,
         checkpointing: bool = True,
+        saving: Callable[[], tuple[int, float | None] | None] = lambda: None,
         clock: Clock | None = None,
     ) -> None:
-        """`resumed_from`: the step that was restored. `checkpointing`: are there periodic saves?"""
+        """`resumed_from`: the step that was restored. `checkpointing`: is anything saved before the end? `saving`: the
+        step of the save that is being written, and how much of it is; asked from any thread."""
         self._clock = clock or SystemClock()
+        self._saving = saving
         self._pace = Pace(self._clock.monotonic, resumed_from or 0)
         self._resumed_from = resumed_from
         self._restarts = restarts
@@ -54,7 +58,8 @@ class Tracker:
     def plan(self, total_steps: int | None = None, total_epochs: float | None = None) -> None:
         """How much there is to do, where that is known only later."""
         self._total_steps = total_steps if total_steps and total_steps > 0 else None
-        self._total_epochs = total_epochs if total_epochs and 0 < total_epochs < math.inf else None
+        # Without end, transformers trains for sys.maxsize epochs.
+        self._total_epochs = total_epochs if total_epochs and 0 < total_epochs < sys.maxsize else None
 
     # On the training thread
 
@@ -69,12 +74,13 @@ class Tracker:
         if epoch is not None:
             self._epoch = epoch
 
-    def samples(self, count: int) -> None:
-        """So many more were trained on."""
-        self._pace.samples += count
-
-    def tokens(self, count: int) -> None:
-        self._pace.tokens += count
+    def trained_on(self, samples: int | None = None, tokens: int | None = None) -> None:
+        """So many of all ranks, up to the step that is told next. What was before this session may be in it or not: it
+        is how they grow that is told."""
+        if samples is not None:
+            self._pace.samples = samples
+        if tokens is not None:
+            self._pace.tokens = tokens
 
     @contextlib.contextmanager
     def pausing(self, what: str, every: int | None = None) -> Iterator[None]:
@@ -105,12 +111,6 @@ class Tracker:
             self._evaluation = {**self._evaluation, **detached(metrics)}
         self._touch()
 
-    def saving(self, step: int | None, fraction: float | None = None) -> None:
-        """A save is under way, so much of it is written. None: it is no more."""
-        if fraction is not None:
-            fraction = min(1.0, max(0.0, fraction))
-        self._change(saving=step, saving_fraction=None if step is None else fraction)
-
     def saved(self, path: object, size: int | None = None, at: float | None = None) -> None:
         """One more checkpoint is durable, since `at`, in seconds since the epoch; default: now."""
         with self._lock:
@@ -118,13 +118,17 @@ class Tracker:
             self._checkpoints = replace(
                 before, latest=str(path), latest_bytes=size, latest_at=self._clock.time() if at is None else at,
                 created=before.created + 1, valid=None if before.valid is None else before.valid + 1,
-                saving=None, saving_fraction=None,
             )  # fmt: skip
         self._touch()
 
-    def checkpoints(self, created: int | None = None, valid: int | None = None) -> None:
-        """What is there: said at the start, and when retention has removed some."""
-        known = {"created": created, "valid": valid}
+    def restored(self, path: object, size: int, at: float) -> None:
+        """The newest checkpoint is the one that the run goes on from, saved `at`."""
+        self._change(latest=str(path), latest_bytes=size, latest_at=at)
+
+    def checkpoints(self, created: int | None = None, valid: int | None = None, enabled: bool | None = None) -> None:
+        """What is there: said at the start, and when retention has removed some. `enabled`: as `checkpointing` above,
+        where that is known only later."""
+        known = {"created": created, "valid": valid, "enabled": enabled}
         self._change(**{name: value for name, value in known.items() if value is not None})
 
     def stopped(self, reason: str, *, saved: bool) -> None:
@@ -159,7 +163,7 @@ class Tracker:
             step=step, total_steps=self._total_steps, epoch=epoch, total_epochs=self._total_epochs,
             percent=percent, eta_s=eta_s, samples_per_s=samples_per_s, tokens_per_s=tokens_per_s,
             **named(TRAIN, train), **named(EVALUATION, evaluation), train=train, evaluation=evaluation,
-            resumed_from=self._resumed_from, restarts=self._restarts, checkpoints=self._checkpoints,
+            resumed_from=self._resumed_from, restarts=self._restarts, checkpoints=self._checkpoints_now(),
         )  # fmt: skip
 
     def eta_s(self) -> float | None:
@@ -171,6 +175,15 @@ class Tracker:
             step=step, total_steps=self._total_steps, epoch=epoch, total_epochs=self._total_epochs,
             seconds_per_step=self._pace.seconds_per_step(), finished=finished,
         )  # fmt: skip
+
+    def _checkpoints_now(self) -> Checkpoints:
+        saving = self._saving()
+        if saving is None:
+            return self._checkpoints
+        step, fraction = saving
+        if fraction is not None:
+            fraction = min(1.0, max(0.0, fraction))
+        return replace(self._checkpoints, saving=step, saving_fraction=fraction)
 
     def _state(self, step: int) -> str:
         if self._doing is not None:

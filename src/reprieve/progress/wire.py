@@ -38,6 +38,7 @@ def for_file(progress: Progress) -> dict[str, Any]:
         "loss": text(progress.loss, _LOSS_DIGITS),
         "learningRate": text(progress.learning_rate, _RATE_DIGITS),
         "percentComplete": _percent(progress.percent),
+        "estimatedTimeRemaining": _duration(seconds_left(progress)),
         "lastUpdateTime": moment(progress.at),
         "state": progress.state,
         "reason": progress.reason,
@@ -50,7 +51,8 @@ def for_file(progress: Progress) -> dict[str, Any]:
         "gradientNorm": text(progress.gradient_norm, _LOSS_DIGITS),
         "samplesPerSecond": text(progress.samples_per_s, 2),
         "tokensPerSecond": text(progress.tokens_per_s, 2),
-        "resumedFrom": progress.resumed_from,
+        "resumedFrom": _checkpoint(progress.resumed_from),
+        "resumedFromStep": progress.resumed_from,
         "restarts": progress.restarts,
         "checkpointing": checkpointing(progress),
     }
@@ -72,7 +74,8 @@ def for_http(progress: Progress) -> dict[str, Any]:
         "saved": progress.saved,
         "samplesPerSecond": number(progress.samples_per_s),
         "tokensPerSecond": number(progress.tokens_per_s),
-        "resumedFrom": progress.resumed_from,
+        "resumedFrom": _checkpoint(progress.resumed_from),
+        "resumedFromStep": progress.resumed_from,
         "restarts": progress.restarts,
         "lastUpdateTime": moment(progress.at),
         "checkpointing": checkpointing(progress),
@@ -109,6 +112,18 @@ def seconds_left(progress: Progress) -> int | None:
 def _percent(percent: float | None) -> str | None:
     """`28.3`, rounded down; but 28.3 itself is a little less than that in binary."""
     return None if percent is None else f"{math.floor(10 * percent + 1e-6) / 10:.1f}"
+
+
+def _duration(seconds: int | None) -> str | None:
+    """`20s`, `45m`, `1h30m`: rounded up, and as Go's ParseDuration reads it."""
+    if seconds is None or seconds < 60:
+        return None if seconds is None else f"{seconds}s"
+    hours, minutes = divmod(math.ceil(seconds / 60), 60)
+    return (f"{hours}h" if hours else "") + (f"{minutes}m" if minutes else "")
+
+
+def _checkpoint(step: int | None) -> str | None:
+    return None if step is None else f"checkpoint-{step}"
 
 
 def moment(at: float) -> str:

@@ -23,13 +23,14 @@ from reprieve.checkpoint.checkpointer import Checkpointer
 from reprieve.checkpoint.rng import capture_rng, restore_rng
 from reprieve.checkpoint.schedule import Every
 from reprieve.clock import Clock
-from reprieve.config import parse_duration
 from reprieve.errors import ConfigError, StateMismatch
 from reprieve.frameworks import ddp
+from reprieve.frameworks.loop.counting import Counting, sizes
 from reprieve.frameworks.loop.lending import Lending
 from reprieve.frameworks.loop.pace import Pace
 from reprieve.frameworks.loop.place import OnePass, Place
 from reprieve.frameworks.loop.rollback import Rollback
+from reprieve.frameworks.refusing import refusing
 from reprieve.frameworks.session import Session
 from reprieve.frameworks.telling import Position
 from reprieve.preemption.ending import ending
@@ -92,17 +93,20 @@ class Run:
         **state: object,
     ) -> None:
         given = {"checkpoints": uri and os.fspath(uri), "every": every, "keep": keep, "name": run, "fresh": fresh}
-        settings = resolve({**given, "kill_wait": _waiting(kill_wait)}, options=False)
-        if settings.checkpoints is None:
-            raise ConfigError("where do the checkpoints go? Run('checkpoints', …), or CHECKPOINT_URI")
+        with refusing():
+            settings = resolve({**given, "kill_wait": kill_wait}, options=False)
+            if settings.checkpoints is None:
+                raise ConfigError("where do the checkpoints go? Run('checkpoints', …), or CHECKPOINT_URI")
         self._place = Place()
         self._asked: list[int | None] = [None, None]
         self._metrics: dict[str, Any] = {}
+        self._counting = Counting()
         self._session = session = Session(
             settings, position=self._position, state=state, grace=grace, signals=signals, notices=notices,
             exit_wait=exit_wait, rank_timeout=rank_timeout, ranks=ranks, disk=disk, clock=clock,
             keep_every=keep_every, best=best, strict=strict, take_over_after=take_over_after,
         )  # fmt: skip
+        self._counting.ranks = session.ranks.world_size
         self._boundaries = session.boundaries
         self._checkpointer = session.checkpointer
         try:
@@ -200,6 +204,7 @@ class Run:
                 self._tail = False
                 yield from self._lending.lend(one, position)
         source = self._place.sources[number]
+        counting, of_batches = self._counting, sizes(loader, self._counting.ranks)
         one.going = going = source.start(position, enter=self._enter)
         try:
             while self._steps_limit is None or not self._done(None):
@@ -210,6 +215,7 @@ class Run:
                     break
                 one.batch += 1
                 self._pending += 1
+                counting.pending += of_batches.of(one.batch)
                 yield batch
             else:
                 one.left = going.state()  # by the limit of steps: there is more
@@ -219,13 +225,18 @@ class Run:
             if self._pending:
                 self._rollback.forget()  # a step that began before the end of a pass: there is no way back into that
 
-    def step(self, **metrics: Any) -> None:
-        """One optimizer step is completed. Numbers given here (`loss=loss`) are kept with the next checkpoint."""
+    def step(self, *, samples: int | None = None, tokens: int | None = None, **metrics: Any) -> None:
+        """One optimizer step is completed. Numbers given here (`loss=loss`) are kept with the next checkpoint.
+
+        `samples`, `tokens`: how many it was, on all ranks, for what is told of the speed. `samples` is known without
+        where a DataLoader says how large its batches are.
+        """
         if self._lending.out:
             self._lending.take_back(metrics)
             self._enter()
             return
         self._pending = 0
+        self._counting.step(samples, tokens)
         if self._first:
             self._first = False
             self._buckets = {name: buckets.known() for name, buckets in self._watched.items()}
@@ -291,7 +302,9 @@ class Run:
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *trace: object) -> None:
+        if error is not None:
+            self._session.telling.failed(error)
         self._session.close(together=kind is None)
 
     # Boundaries
@@ -384,7 +397,8 @@ class Run:
         if self._metrics:
             self._session.telling.tracker.metrics(self._metrics)
         epochs, steps = self._asked
-        return Position(self._place.steps, steps, self._place.epochs_done(), epochs)
+        counted = self._counting
+        return Position(self._place.steps, steps, self._place.epochs_done(), epochs, counted.samples, counted.tokens)
 
     def _rng(self) -> dict[str, Any]:
         return capture_rng(self._generators)
@@ -396,7 +410,3 @@ class Run:
             restore_rng(self._reentry, self._generators)
             if active or not self._place.resumed_passes:
                 self._reentry = None
-
-
-def _waiting(given: str | float | timedelta | None) -> timedelta | None:
-    return given if given is None else timedelta(0) if given == 0 else parse_duration(given)

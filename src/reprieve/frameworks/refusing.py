@@ -1,0 +1,30 @@
+"""Before there is a session: what is refused then is told to the launcher, too, and ends the process with 42."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+from reprieve.errors import needs_a_person
+from reprieve.preemption.ending import ending
+from reprieve.progress import report
+from reprieve.progress.report import Reporter
+
+
+@contextlib.contextmanager
+def refusing() -> Iterator[None]:
+    """Around what looks at options."""
+    ending.prepare()
+    try:
+        yield
+    except Exception as error:
+        if needs_a_person(error):
+            rank, world_size = (int(os.environ.get(name, default)) for name, default in _WHO)
+            reporter = Reporter(rank, world_size)
+            reporter.tell(report.REFUSED, error=f"{type(error).__name__}: {error}")
+            reporter.close()
+        raise
+
+
+_WHO = (("RANK", "0"), ("WORLD_SIZE", "1"))
