@@ -45,6 +45,8 @@ class CrashState:
 @dataclass(frozen=True)
 class Outcome:
     states: int
+    subsets: int
+    """Those of them that are no prefix of the log."""
     failures: list[tuple[CrashState, Exception]]
 
 
@@ -63,11 +65,12 @@ def check_crashes(
     `since`: only crashes after this mark. `subsets`: how many random ones; fewer if there are not so many.
     """
     failures: list[tuple[CrashState, Exception]] = []
-    count = 0
+    count = torn = 0
     disk = LoopDisk(image_fd=new_image(0))
     try:
         for state, image in images(log, base, since=since, prefixes=prefixes, subsets=subsets, seed=seed):
             count += 1
+            torn += state != whole(log, state)
             disk.insert(image)
             try:
                 disk.mount()
@@ -81,7 +84,7 @@ def check_crashes(
             disk.unmount()
     finally:
         disk.close()
-    return Outcome(count, failures)
+    return Outcome(count, torn, failures)
 
 
 def images(

@@ -40,8 +40,8 @@ def test_no_crash_between_two_writes_breaks_the_promise() -> None:
 
     outcome = check_crashes(log, recorder.base, check, subsets=SUBSETS)
     assert outcome.failures == []
-    assert outcome.states > 1000
-    print(f"{outcome.states} crash states of {len(log)} log entries")
+    assert outcome.subsets >= 1000
+    print(f"{outcome.states} crash states, {outcome.subsets} of them subsets, of {len(log)} log entries")
 
 
 def test_the_recorder_would_notice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from reprieve.checkpoint import names, owner
+from reprieve.checkpoint.layout import bytes_layout
 from reprieve.checkpoint.survey import survey
 
 from .promise import Job, check_visible
@@ -50,6 +51,21 @@ def saves_and_retention(root: Path, disk: Recording) -> Check:
         if "saved 3" in marks:
             reasons = [one.problem for one in survey(here) if names.step_of_aside(one.path) == 3]
             assert len(reasons) == 1 and "newer save" in str(reasons[0]), "why it was set aside is lost"
+
+    return check
+
+
+def a_save_with_files_in_sub_folders(root: Path, disk: Recording) -> Check:
+    checkpointer = Job().at(1).checkpointer(root, disk=disk)
+    disk.mark("started")
+    files = [bytes_layout(name, b"x" * 5000) for name in ("inner/x.bin", "inner/more/y.bin")]
+    checkpointer.save(1, files=lambda: files)
+    disk.mark("saved 1")
+
+    def check(top: Path, marks: list[str]) -> None:
+        here = top / "checkpoints"
+        check_attempt(here, marks)
+        check_visible(here, 1 if "saved 1" in marks else 0)
 
     return check
 
@@ -109,7 +125,12 @@ def check_attempt(root: Path, marks: list[str]) -> None:
         assert record["attempt"] >= marks.count("started")
 
 
-SCENARIOS = [saves_and_retention, a_second_attempt_that_starts_over, a_resume_that_finds_the_newest_damaged]
+SCENARIOS = [
+    saves_and_retention,
+    a_save_with_files_in_sub_folders,
+    a_second_attempt_that_starts_over,
+    a_resume_that_finds_the_newest_damaged,
+]
 
 
 @pytest.mark.usefixtures("quiet_heartbeat")

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ class FailsInSaves(FailingDisk):
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
-@pytest.mark.parametrize("call", ["save", "background", "wait", "restore", "close"])
+@pytest.mark.parametrize("call", ["save", "background", "not due", "wait", "restore", "close"])
 def test_an_error_in_the_background_is_raised_at_the_next_call(tmp_path: Path, call: str, code: int) -> None:
     disk = FailsInSaves(code=code)
     checkpointer = warm(tmp_path, model=small_model(), disk=disk)
@@ -129,6 +130,7 @@ def test_an_error_in_the_background_is_raised_at_the_next_call(tmp_path: Path, c
     calls = {
         "save": lambda: checkpointer.save(3),
         "background": lambda: checkpointer.save(3, background=True),
+        "not due": lambda: checkpointer.save_if_due(3),
         "wait": checkpointer.wait,
         "restore": checkpointer.restore,
         "close": checkpointer.close,
@@ -202,7 +204,9 @@ def test_a_background_save_at_the_end_of_a_program_without_close(tmp_path: Path)
         "checkpointer.save(1, background=True)\n"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, timeout=100)
-    assert done.returncode != 0 or [one.step for one in survey(tmp_path)] == [1]
+    assert done.returncode == 0, done.stderr
+    assert [one.step for one in survey(tmp_path)] == [1]
+    verify(tmp_path / "checkpoint-1", pool)
 
 
 # Stock libraries
@@ -285,6 +289,27 @@ def test_an_error_that_comes_while_somebody_looks_is_told_the_next_time(
     assert job.done() or job.done()
     with pytest.raises(OSError, match="the disk"):
         background.wait()
+
+
+@pytest.mark.parametrize("look", [Background.wait, Background.settle])
+def test_of_several_errors_the_first_is_told_and_the_others_are_logged(
+    look: Callable[[Background], BaseException | None], caplog: pytest.LogCaptureFixture
+) -> None:
+    background = Background()
+
+    def fail(what: str) -> None:
+        raise OSError(errno.EIO, what)
+
+    for what in ("the first", "the second", "the third"):
+        background.do(partial(fail, what))
+    background.join()
+    try:
+        error = look(background)
+    except OSError as raised:
+        error = raised
+    assert "the first" in str(error)
+    assert "the first" not in caplog.text and "the second" in caplog.text and "the third" in caplog.text
+    background.wait()
 
 
 def test_a_plain_torch_program_reads_everything(tmp_path: Path) -> None:

@@ -284,6 +284,18 @@ def test_an_old_attempt_leaves_the_save_of_a_newer_one_alone(tmp_path: Path) -> 
     new.release()
 
 
+def test_the_folder_is_given_up_also_while_somebody_holds_the_commit_lock(
+    tmp_path: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, "_COMMIT_WAIT", timedelta(milliseconds=20))
+    first = take(tmp_path, "r")
+    with owner._commit_lock(tmp_path / ".reprieve"):
+        first.release()
+    second = take(tmp_path, "r", clock=clock)
+    assert (second.attempt, clock.slept) == (2, 0), "its lock was free"
+    second.release()
+
+
 def test_a_start_that_fails_gives_the_folder_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from reprieve import StorageFull
     from reprieve.checkpoint import room

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -19,7 +20,8 @@ from helpers import copied, entry_of, pool, rewrite_manifest, small_model, train
 from safetensors.torch import save_file
 from torch import nn
 
-from reprieve import Checkpointer, InvalidCheckpoint, NothingToResume, StorageFull
+from reprieve import Checkpointer, InvalidCheckpoint, NothingToResume, StorageError, StorageFull
+from reprieve.checkpoint import reader
 from reprieve.checkpoint.checksum import digest_of
 from reprieve.checkpoint.manifest import MANIFEST, SENTINEL, read_manifest
 from reprieve.checkpoint.survey import look_at, survey
@@ -184,12 +186,12 @@ def test_one_that_is_there_already_and_damaged_is_set_aside(tmp_path: Path) -> N
 def test_one_of_another_run_does_not_count_as_saved(tmp_path: Path) -> None:
     run_with(tmp_path, 1, run="other")
     with Checkpointer(tmp_path, run="r", model=Counter(77)) as checkpointer:
-        try:
-            save = checkpointer.save(1)
-        except Exception as error:  # noqa: BLE001
-            assert "other" in str(error)  # to refuse, and say by whom it is, would do
-        else:
-            assert save.skipped is None
+        assert checkpointer.save(1).skipped is None
+    ours, theirs = survey(tmp_path)
+    assert ours.manifest is not None and (ours.path.name, ours.manifest.run) == ("checkpoint-1", "r")
+    assert theirs.path.name == "checkpoint-1.set-aside"
+    assert theirs.problem == "set aside: run 'r' saved the same step; this one is of run 'other'"
+    assert resumed(tmp_path)[0] == 77
 
 
 def test_checkpoints_of_another_run_are_not_used_and_not_moved(tmp_path: Path) -> None:
@@ -302,42 +304,124 @@ def test_a_link_is_refused(tmp_path: Path) -> None:
 
 
 def hostile(folder: Path, **changes: Any) -> None:
+    """Spelled as it should be, and with a checksum that holds: what is wrong is only what it says."""
     document = json.loads((folder / MANIFEST).read_bytes())
     document["manifest"].update(changes)
     canonical = json.dumps(document["manifest"], sort_keys=True, separators=(",", ":")).encode()
     document["xxh3_128"] = digest_of(canonical)
-    (folder / MANIFEST).write_text(json.dumps(document))
+    (folder / MANIFEST).write_text(json.dumps(document, sort_keys=True, indent=1) + "\n")
+
+
+def test_a_manifest_that_is_only_rewritten_is_valid(tmp_path: Path) -> None:
+    run_with(tmp_path, 1, 2)
+    hostile(tmp_path / "checkpoint-2")
+    assert resumed(tmp_path)[0] == 2
 
 
 ENTRY = {"bytes": 5, "xxh3_128": "0" * 32, "blocks": ["0" * 32]}
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "reason"),
     [
-        {"format": "other"}, {"version": 2}, {"surprise": 1}, {"step": -1}, {"step": True}, {"step": "2"},
-        {"block_bytes": 0}, {"block_bytes": 1}, {"block_bytes": 2**40}, {"files": []}, {"files": {"x": {}}},
-        {"files": {"x": ENTRY}}, {"files": {"x": {**ENTRY, "bytes": -1}}}, {"files": {"x": {**ENTRY, "blocks": []}}},
-        {"files": {"x": {**ENTRY, "blocks": ["x"]}}},
+        ({"format": "other"}, "is not a manifest of Reprieve"),
+        ({"version": 2}, "has version 2"),
+        ({"surprise": 1}, "has fields that this version does not know"),
+        ({"step": -1}, "no sensible step"),
+        ({"step": True}, "no sensible step"),
+        ({"step": "2"}, "no sensible step"),
+        ({"created": "yesterday"}, "no sensible created"),
+        ({"created": 5}, "no sensible created"),
+        ({"block_bytes": 0}, "no sensible block_bytes"),
+        ({"block_bytes": 1}, "does not have a checksum for each block"),
+        ({"block_bytes": 2**40}, "uses blocks of"),
+        ({"files": []}, "has fields that this version does not know"),
+        ({"files": {"x": {}}}, "has fields that this version does not know"),
+        ({"files": {"x": ENTRY}}, "does not match those of its blocks"),
+        ({"files": {"x": {**ENTRY, "bytes": -1}}}, "no sensible size"),
+        ({"files": {"x": {**ENTRY, "blocks": []}}}, "does not have a checksum for each block"),
+        ({"files": {"x": {**ENTRY, "blocks": ["x"]}}}, "does not have a checksum for each block"),
+        ({"files": {"x": {**ENTRY, "blocks": 3}}}, "does not have a checksum for each block"),
+        ({"files": {"x": {**ENTRY, "blocks": [7]}}}, "does not have a checksum for each block"),
     ],
     ids=str,
-)  # fmt: skip
-def test_a_manifest_with_nonsense_in_it_is_invalid(tmp_path: Path, changes: dict[str, Any]) -> None:
+)
+def test_a_manifest_with_nonsense_in_it_is_invalid(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
     run_with(tmp_path, 1, 2)
     hostile(tmp_path / "checkpoint-2", **changes)
-    assert resumed(tmp_path)[0] == 1
+    value, result = resumed(tmp_path)
+    assert value == 1
+    assert reason in result.passed_over[0].reason
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"created": "yesterday"}, {"created": 5}, {"files": {"x": {**ENTRY, "blocks": 3}}},
-     {"files": {"x": {**ENTRY, "blocks": [7]}}}],
-    ids=str,
-)  # fmt: skip
-def test_a_manifest_with_fields_of_the_wrong_type_is_invalid(tmp_path: Path, changes: dict[str, Any]) -> None:
-    run_with(tmp_path, 1, 2)
-    hostile(tmp_path / "checkpoint-2", **changes)
-    assert resumed(tmp_path)[0] == 1
+# What cannot be read for now
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, code: int, where: str) -> None:
+    """Reading checkpoint-3 is refused: its manifest, or opening or reading its files."""
+
+    def in_place_of(module: Any, name: str) -> None:
+        real = getattr(module, name)
+
+        def fail(what: Any, *args: Any, **options: Any) -> Any:
+            path = what if isinstance(what, Path) else what.path
+            if path.parent.name == "checkpoint-3" and (name != "read_bytes" or path.name == MANIFEST):
+                raise OSError(code, os.strerror(code), str(path))
+            return real(what, *args, **options)
+
+        monkeypatch.setattr(module, name, fail)
+
+    monkeypatch.setattr(reader, "read_from_cache", lambda *_: False)
+    in_place_of(*{"manifest": (Path, "read_bytes"), "files": (Path, "lstat"), "open": (reader, "open_for_reading"),
+                  "read": (reader, "read_into")}[where])  # fmt: skip
+
+
+@pytest.mark.parametrize("where", ["manifest", "files", "open", "read"])
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EACCES, errno.ESTALE, errno.ENOMEM, errno.ETIMEDOUT, errno.EIO])
+def test_what_the_storage_refuses_for_now_is_not_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, where: str
+) -> None:
+    run_with(tmp_path, 1, 2, 3)
+    with monkeypatch.context() as patch:
+        refuse(patch, code, where)
+        if code == errno.EIO:  # the disk says that it has lost it
+            assert resumed(tmp_path)[0] == 2
+            return
+        with pytest.raises(StorageError) as caught:
+            resumed(tmp_path)
+        assert caught.value.errno == code
+        shown = survey(tmp_path)
+        assert [one.path.name for one in shown] == ["checkpoint-3", "checkpoint-2", "checkpoint-1"], "nothing was moved"
+        if where in ("manifest", "files"):
+            assert shown[0].problem == f"cannot be read: {os.strerror(code)}"
+    assert resumed(tmp_path)[0] == 3
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EACCES, errno.EIO])
+def test_a_stock_checkpoint_that_is_refused_for_now_is_not_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    run_with(tmp_path, 1)
+    stock_checkpoint(tmp_path)
+
+    def refused(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("reprieve.checkpoint.foreign.folder.FileReader", refused)
+    if code == errno.EIO:
+        assert resumed(tmp_path)[0] == 1
+        return
+    with pytest.raises(StorageError):
+        resumed(tmp_path)
+    assert survey(tmp_path)[0].path.name == "checkpoint-5"
+
+
+def test_one_that_is_not_there_cannot_be_verified(tmp_path: Path) -> None:
+    with (
+        Checkpointer(tmp_path, model=Counter()) as checkpointer,
+        pytest.raises(InvalidCheckpoint, match="checkpoint-7: there is no such checkpoint"),
+    ):
+        checkpointer.verify(7)
 
 
 # Written by stock code
@@ -379,6 +463,21 @@ def test_a_stock_checkpoint_is_resumed(tmp_path: Path, torch_model: bool) -> Non
         assert train(other, its_optimizer, 3) == losses
         assert its_scheduler.state_dict() == scheduler.state_dict()
         assert read_manifest(checkpointer.save(6).path).parent == "checkpoint-5"
+
+
+@pytest.mark.parametrize("core", ["core", "_core"], ids=["numpy 1", "numpy 2"])
+def test_a_stock_checkpoint_of_either_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, core: str) -> None:
+    """They pickle an array by other names."""
+    with monkeypatch.context() as patch:
+        patch.setattr(np.empty(0).__reduce__()[0], "__module__", f"numpy.{core}.multiarray")
+        model, optimizer, _ = stock_checkpoint(tmp_path)
+    with zipfile.ZipFile(tmp_path / "checkpoint-5/rng_state.pth") as archive:
+        (pickled,) = (archive.read(name) for name in archive.namelist() if name.endswith("data.pkl"))
+    assert f"numpy.{core}.multiarray\n_reconstruct".encode() in pickled
+    want = np.random.rand()
+    with Checkpointer(tmp_path, model=model, optimizer=optimizer) as checkpointer:
+        result = checkpointer.restore()
+    assert (result.step, result.passed_over, np.random.rand()) == (5, [], want)
 
 
 def test_a_torn_stock_checkpoint_is_passed_over(tmp_path: Path) -> None:

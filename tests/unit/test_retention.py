@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 import sys
-from datetime import datetime, timezone
+import threading
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import FailingDisk, manifest, pool, small_model
+import torch
+from helpers import FailingDisk, manifest, pool, small_model, train
 from torch import nn
 
-from reprieve import Checkpointer, ConfigError, InvalidCheckpoint, StorageError
+from reprieve import Checkpointer, ConfigError, Fenced, InvalidCheckpoint, StorageError
+from reprieve.checkpoint import owner
 from reprieve.checkpoint.retention import Retention, reading
 from reprieve.checkpoint.survey import Found, survey
 from reprieve.checkpoint.verify import verify
@@ -109,6 +113,45 @@ def test_a_full_disk_waits_for_what_is_about_to_go(tmp_path: Path, monkeypatch: 
         checkpointer.restore()
         checkpointer.save(5)
         assert steps(tmp_path) == [5, 4]
+
+
+def test_little_room_is_said_once_the_size_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the start there is room for four: the optimizer, twice as large as the model, has no state yet."""
+    monkeypatch.setattr("reprieve.checkpoint.room.free_bytes", lambda _folder: 1_500_000)
+    model = nn.Linear(256, 256)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Checkpointer(tmp_path, model=model, optimizer=optimizer, keep=3) as checkpointer:
+        assert "has room for fewer" not in caplog.text
+        train(model, optimizer, width=256)
+        for step in (1, 2):
+            checkpointer.save(step)
+        assert caplog.text.count("has room for fewer than keep + 1 = 4 checkpoints of 8") == 1
+    caplog.clear()
+    with Checkpointer(tmp_path, model=model, optimizer=optimizer, keep=3) as checkpointer:
+        assert "has room for fewer" in caplog.text, "the newest checkpoint tells the size"
+        checkpointer.save(3)
+    assert caplog.text.count("has room for fewer") == 1
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EMFILE])
+def test_nothing_goes_when_the_newest_cannot_be_read_back_for_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    def refused(*_: object, **__: object) -> Found:
+        raise OSError(code, os.strerror(code))
+
+    with Checkpointer(tmp_path, model=small_model(), keep=1) as checkpointer:
+        with monkeypatch.context() as patch:
+            patch.setattr("reprieve.checkpoint.retiring.verify", refused)
+            checkpointer.save(1)
+            checkpointer.save(2)
+            checkpointer.wait()
+        assert steps(tmp_path) == [2, 1]
+        assert f"nothing is removed: the newest checkpoint did not pass when read back: [Errno {code}]" in caplog.text
+        checkpointer.save(3)
+    assert steps(tmp_path) == [3]
 
 
 def test_what_is_older_than_the_restored_one_need_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,6 +260,38 @@ def test_an_error_while_removing_is_a_storage_error(tmp_path: Path) -> None:
         checkpointer.save(2)
         with pytest.raises(StorageError):
             checkpointer.wait()
+
+
+class SlowToRemove(Disk):
+    """What is being deleted is not gone before `go` is set; `removing` says that somebody waits for that."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.removing = threading.Event()
+
+    def remove(self, path: Path) -> None:
+        if ".deleting" in str(path):
+            self.removing.set()
+            assert self.go.wait(30)
+        super().remove(path)
+
+
+def test_a_removal_that_takes_long_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, "_COMMIT_WAIT", timedelta(milliseconds=100))
+    disk = SlowToRemove()
+    checkpointer = Checkpointer(tmp_path, run="r", model=small_model(), keep=1, disk=disk)
+    checkpointer.save(1)
+    checkpointer.save(2)
+    assert disk.removing.wait(30)
+    checkpointer.save(3)
+    checkpointer.leave()
+    with Checkpointer(tmp_path, run="r", model=small_model(), keep=None) as second:
+        assert second.attempt == 2
+        assert not (tmp_path / ".checkpoint-1.deleting").exists(), "who takes over removes it, too"
+        disk.go.set()
+        with pytest.raises(Fenced):
+            checkpointer.wait()
+    assert steps(tmp_path) == [3, 2], "an attempt that was fenced removes nothing more"
 
 
 def test_what_was_just_saved_is_not_removed_for_another_run(tmp_path: Path) -> None:

@@ -61,6 +61,14 @@ def test_never(every: Every, clock: FakeClock) -> None:
     assert not any(schedule.due(step, epoch_ended=True) for step in range(100))
 
 
+@pytest.mark.parametrize(
+    "every", [["5m", "10m"], [100, 250], [100, "250 steps"], ["auto", "5m"], [timedelta(1), "auto"], ["auto", "auto"]]
+)
+def test_one_of_each_kind(every: Every) -> None:
+    with pytest.raises(ConfigError, match=r"every=\[.*one number of steps and one duration"):
+        Schedule.of(every)
+
+
 @pytest.mark.parametrize("every", [0, -5, "0 steps", True, "often", "5 parsecs", "-5m", ["epoch", "x"]])
 def test_what_is_not_understood_is_refused_by_name(every: Every) -> None:
     with pytest.raises(ConfigError, match="every="):

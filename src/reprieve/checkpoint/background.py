@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from reprieve.checkpoint.workers import Workers
+
+log = logging.getLogger("reprieve")
 
 
 class Background:
@@ -44,16 +47,15 @@ class Background:
     def wait(self) -> None:
         """Until everything is done; raises what went wrong first."""
         jobs, self._jobs = self._jobs, []
-        errors = [error for job in jobs if (error := job.exception()) is not None]
-        if errors:
-            raise errors[0]
+        if (error := _first_error(jobs)) is not None:
+            raise error
 
     def settle(self) -> BaseException | None:
         """Until no save is being written; what went wrong in all that is done."""
         self.let_save_end()
         done = [job for job in self._jobs if job.done()]
         self._jobs = [job for job in self._jobs if job not in done]
-        return next((error for job in done if (error := job.exception()) is not None), None)
+        return _first_error(done)
 
     def raise_error(self) -> None:
         """If something has gone wrong so far."""
@@ -64,3 +66,11 @@ class Background:
 
     def join(self) -> None:
         self._thread.join()
+
+
+def _first_error(jobs: Sequence[Future[None]]) -> BaseException | None:
+    """What went wrong first in these; the others are said here, since nobody will raise them."""
+    errors = [error for job in jobs if (error := job.exception()) is not None]
+    for error in errors[1:]:
+        log.error("in the background this went wrong, too: %s", error)
+    return errors[0] if errors else None

@@ -217,6 +217,8 @@ class Checkpointer:
 
     def save_if_due(self, step: int, *, epoch_ended: bool = False, **details: Any) -> Save | None:
         """A background save if the schedule says so. Takes what `save` takes."""
+        if self._ranks.world_size == 1:  # several hear of it together, when they next agree on something
+            self._background.raise_error()
         return self.save(step, background=True, **details) if self._due.at(step, epoch_ended=epoch_ended) else None
 
     def _save(self, target: Path, asked: Asked, background: bool, progress: Progress | None) -> Save:
@@ -326,6 +328,8 @@ class Checkpointer:
                 raise
             self._background.do_now(self._retire)
             check_room(self.root, needed)
+        if not self._ending:
+            self._retiring.look_again(needed)
 
     def _retire(self) -> None:
         assert isinstance(self._owner, Owner)
@@ -370,9 +374,9 @@ class Checkpointer:
         if self.settle() is not None:
             log.warning("a running save was given up")
 
-    def pin(self, step: int | None) -> None:
-        """The checkpoint of this step stays, whatever retention says; the one that was pinned before may go."""
-        self._retiring.pinned = step
+    def pin(self, *steps: int | None) -> None:
+        """The checkpoints of these steps stay, whatever retention says; those that were pinned before may go."""
+        self._retiring.pinned = frozenset(steps)
 
     def finish(self, step: int, asked: Any = None) -> None:
         """Training is done with this step, which was saved: once that is durable, the folder says so. `asked`: what
@@ -484,5 +488,5 @@ class Checkpointer:
     def verify(self, step: int, *, progress: Progress | None = None) -> Found:
         """Read every byte of a checkpoint; InvalidCheckpoint says what is wrong."""
         path = names.checkpoint(self.root, step)
-        with reading(path):
+        with self._explained(), reading(path):
             return verify(path, self._pool, progress=progress)

@@ -55,8 +55,9 @@ def seal(disk: Disk, folder: Path, manifest: Manifest) -> None:
     disk.write_file(folder / MANIFEST, manifest.encode())
     disk.remove(folder / SENTINEL)
     _check_listing(folder, manifest)
-    for path in sorted(folder.rglob("*/"), reverse=True):
-        disk.flush_folder(path)
+    # By is_dir: before Python 3.11 the pattern "*/" matches files, too.
+    for inner in sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True):
+        disk.flush_folder(inner)
     disk.flush_folder(folder)
 
 
@@ -73,10 +74,15 @@ def discard(disk: Disk, folder: Path) -> None:
 
 def remove(disk: Disk, path: Path) -> None:
     """Delete a checkpoint so that a crash in between leaves nothing visible that is not whole."""
+    disk.remove_tree(hide(disk, path))
+
+
+def hide(disk: Disk, path: Path) -> Path:
+    """The first part of a removal, and the only one that anybody could notice; what is left to remove."""
     doomed = names.deleting(path)
     disk.rename(path, doomed)
     disk.flush_folder(path.parent)
-    disk.remove_tree(doomed)
+    return doomed
 
 
 def set_aside(disk: Disk, path: Path, reason: str) -> Path:

@@ -19,7 +19,7 @@ from typing import Any
 from reprieve.checkpoint.blocks import BLOCK_BYTES
 from reprieve.checkpoint.checksum import digest_of, file_digest
 from reprieve.errors import InvalidCheckpoint
-from reprieve.storage.disk import PAGE
+from reprieve.storage.disk import DAMAGE, PAGE
 
 MANIFEST = "reprieve-manifest.json"
 SENTINEL = "checkpoint-is-incomplete.txt"
@@ -160,6 +160,8 @@ def read_manifest(folder: Path) -> Manifest:
     except FileNotFoundError:
         raise
     except OSError as error:
+        if error.errno not in DAMAGE:
+            raise
         raise InvalidCheckpoint(f"{MANIFEST} cannot be read: {error.strerror}", path=folder) from error
     try:
         return Manifest.decode(data)

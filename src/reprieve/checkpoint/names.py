@@ -1,11 +1,11 @@
 """The names in a checkpoint folder: what is visible is whole, what is hidden is on its way in or out.
 
-checkpoint-12               a checkpoint
-checkpoint-12.set-aside     was in the way or found to be bad, and is kept for a person
-.checkpoint-12.saving-3     being written, by attempt 3
-.checkpoint-12.deleting     being removed
-.checkpoint-12.collecting-3 what a framework has to say about it, on its way in
-.reprieve/                  who owns the folder
+checkpoint-12                  a checkpoint
+checkpoint-12.set-aside        was in the way or found to be bad, and is kept for a person
+.checkpoint-12.saving-3        being written, by attempt 3
+.checkpoint-12.deleting        being removed
+.checkpoint-12.collecting-3-0  what a framework has to say about it on rank 0, on its way in
+.reprieve/                     who owns the folder
 """
 
 from __future__ import annotations

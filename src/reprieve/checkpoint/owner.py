@@ -32,7 +32,7 @@ from pathlib import Path
 
 from reprieve.checkpoint.names import OWNER_FOLDER
 from reprieve.clock import Clock
-from reprieve.errors import Fenced, FolderInUse, StorageError
+from reprieve.errors import Fenced, FolderInUse, OwnershipError, StorageError
 from reprieve.storage.disk import Disk
 
 log = logging.getLogger("reprieve")
@@ -113,11 +113,14 @@ class Owner(Member):
             return
         self._stop.set()
         self._beat.join()
-        with contextlib.suppress(Fenced, OSError), self.committing():
-            released = OwnerRecord(**{**asdict(self.record), "released": True})
-            # Not flushed: if it is lost, the next start finds the lock free or the heartbeat still.
-            _write_record(self._disk, self._folder, released, flush_folder=False)
-        self._unlock()
+        try:
+            # Without a record of it (somebody holds the commit lock) the next start finds the lock free, all the same.
+            with contextlib.suppress(OwnershipError, OSError), self.committing():
+                released = OwnerRecord(**{**asdict(self.record), "released": True})
+                # Not flushed: if it is lost, the next start finds the lock free or the heartbeat still.
+                _write_record(self._disk, self._folder, released, flush_folder=False)
+        finally:
+            self._unlock()
 
     def _keep_alive(self) -> None:
         path = self._folder / "owner.json"

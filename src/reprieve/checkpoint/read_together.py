@@ -84,7 +84,7 @@ class ProcessGroupRead:
         span = these[self._place]
         try:
             span.file.load(span, block)
-        except InvalidCheckpoint:
+        except (InvalidCheckpoint, OSError):
             ctypes.memset(block.address, 0, span.length)
             raise
 

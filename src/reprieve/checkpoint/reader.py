@@ -24,7 +24,7 @@ from reprieve.checkpoint.checksum import BlockHash
 from reprieve.checkpoint.manifest import FileEntry
 from reprieve.checkpoint.workers import Workers
 from reprieve.errors import InvalidCheckpoint
-from reprieve.storage.disk import PAGE, OpenFile, open_for_reading, read_from_cache, read_into
+from reprieve.storage.disk import DAMAGE, PAGE, OpenFile, open_for_reading, read_from_cache, read_into
 
 READERS = 4
 _STRIDE = 2**19
@@ -141,6 +141,8 @@ class CheckpointFile:
         try:
             done = read_into(self._file, block.view[:wanted], start)
         except OSError as error:
+            if error.errno not in DAMAGE:
+                raise
             raise self.bad(f"cannot be read at byte {start:,}: {error.strerror}") from error
         if done < length:
             raise self.bad(f"ends at byte {start + done:,} while being read; {self.size:,} expected")
@@ -260,6 +262,8 @@ class Reader:
             except FileNotFoundError as error:
                 raise InvalidCheckpoint(f"{name} is missing", path=self._folder) from error
             except OSError as error:
+                if error.errno not in DAMAGE:
+                    raise
                 raise InvalidCheckpoint(f"{name} cannot be opened: {error.strerror}", path=self._folder) from error
         return self._files[name]
 

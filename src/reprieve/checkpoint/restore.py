@@ -450,8 +450,10 @@ def _numpy_allowed() -> Iterator[None]:
     except ImportError:
         yield
         return
-    kinds = [np.ndarray, np.dtype, type(np.dtype(np.uint32)), np._core.multiarray._reconstruct]  # type: ignore[attr-defined]
-    with torch.serialization.safe_globals(kinds):
+    rebuild: Any = np.empty(0).__reduce__()[0]
+    # By both names that it has had: a file may come from numpy 1, or from numpy 2.
+    names = [(rebuild, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]
+    with torch.serialization.safe_globals([np.ndarray, np.dtype, type(np.dtype(np.uint32)), *names]):
         yield
 
 

@@ -154,8 +154,7 @@ class Resume:
         return {"name": None, "passed_over": self._told()}
 
     def _chosen(self, found: Found) -> dict[str, Any]:
-        if found.problem is not None:
-            raise InvalidCheckpoint(found.problem, path=found.path)
+        found.check()
         if found.manifest is not None and found.manifest.run != self._run:
             raise OtherRun(f"written by run {found.manifest.run!r}, this is run {self._run!r}", path=found.path)
         if found.manifest is None:
@@ -178,8 +177,7 @@ class Resume:
             def prepare() -> list[str]:
                 nonlocal job, found
                 found = look_at(path)
-                if found.problem is not None:
-                    raise InvalidCheckpoint(found.problem, path=path)
+                found.check()
                 if digest is not None and (found.manifest is None or digest_of(found.manifest.encode()) != digest):
                     raise InvalidCheckpoint("this rank sees another manifest than rank 0", path=path)
                 job = Restoring(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,8 +18,6 @@ from reprieve.checkpoint.manifest import MANIFEST
 from reprieve.checkpoint.survey import Found
 from reprieve.errors import ConfigError
 from reprieve.storage.disk import Disk
-
-log = logging.getLogger("reprieve")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,14 +60,10 @@ class Retention:
         return [one for one in reversed(valid) if one.step not in wanted]
 
 
-def remove_doomed(disk: Disk, doomed: Sequence[Found]) -> None:
-    for one in doomed:
-        with _nobody_reads(one.path) as free:
-            if free:
-                commit.remove(disk, one.path)
-                log.info("removed %s: no longer wanted", one.path)
-            else:
-                log.info("%s is being read: it goes at the next save", one.path)
+def hide_unless_read(disk: Disk, path: Path) -> Path | None:
+    """Take a checkpoint's name away; what is left to remove, or None where somebody reads it."""
+    with _nobody_reads(path) as free:
+        return commit.hide(disk, path) if free else None
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from pathlib import Path
 from reprieve.checkpoint import names
 from reprieve.checkpoint.blocks import BlockPool
 from reprieve.checkpoint.owner import Owner
-from reprieve.checkpoint.retention import Retention, remove_doomed
+from reprieve.checkpoint.retention import Retention, hide_unless_read
 from reprieve.checkpoint.room import check_room, warn_if_tight
 from reprieve.checkpoint.survey import Found, survey
 from reprieve.checkpoint.verify import verify
@@ -36,8 +36,10 @@ class Retiring:
         """The step that was saved or restored last: it stays."""
         self.verified: int | None = None
         """The step of the last one of which every byte was read."""
-        self.pinned: int | None = None
-        """A step that stays, whatever retention says."""
+        self.pinned: frozenset[int | None] = frozenset()
+        """Steps that stay, whatever retention says."""
+        self._tight_told = False
+        """Was it said, or looked for a second time?"""
         self._hurry = threading.Event()
         self._gave_way = False
 
@@ -48,7 +50,14 @@ class Retiring:
         self.newest = ours[0].step if ours else None
         doomed = self._retention.doomed(found, run, ours[0].step) if ours else []
         check_room(self._root, needed, going=sum(one.bytes for one in doomed))
-        warn_if_tight(self._root, needed, self._retention, found)
+        self._tight_told = warn_if_tight(self._root, needed, self._retention, found)
+
+    def look_again(self, needed: int) -> None:
+        """At the first save, for which the optimizer has its state: is there room for all that is to be kept?"""
+        if not self._tight_told:
+            self._tight_told = True
+            with contextlib.suppress(OSError):  # no reason not to save
+                warn_if_tight(self._root, needed, self._retention, survey(self._root))
 
     @contextlib.contextmanager
     def giving_way(self) -> Iterator[None]:
@@ -64,7 +73,7 @@ class Retiring:
         if (newest := self.newest) is None:
             return
         doomed = self._retention.doomed(survey(self._root), owner.run, newest)
-        doomed = [one for one in doomed if one.step != self.pinned]
+        doomed = [one for one in doomed if one.step not in self.pinned]
         if (verified := self.verified) is not None:
             # What is older than one that was read back need not wait for the next; that one itself stays until then.
             self._remove([one for one in doomed if one.step < verified], owner)
@@ -76,16 +85,22 @@ class Retiring:
                 verify(names.checkpoint(self._root, newest), BlockPool(limit=2), progress=self._give_way)
             except _Hurry:
                 return  # the save that interrupted us is followed by another pass
-            except InvalidCheckpoint as error:
+            except (InvalidCheckpoint, OSError) as error:
                 log.error("nothing is removed: the newest checkpoint did not pass when read back: %s", error)
                 return
             self.verified, self._gave_way = newest, False
         self._remove(doomed, owner)
 
     def _remove(self, doomed: Sequence[Found], owner: Owner) -> None:
-        if doomed:
+        for one in doomed:
             with owner.committing():
-                remove_doomed(self._disk, doomed)
+                hidden = hide_unless_read(self._disk, one.path)
+            if hidden is None:
+                log.info("%s is being read: it goes at the next save", one.path)
+                continue
+            # Not under the lock: a commit or a release would wait for it. Whoever takes over meanwhile removes it, too.
+            self._disk.remove_tree(hidden)
+            log.info("removed %s: no longer wanted", one.path)
 
     def _give_way(self, _count: int) -> None:
         if self._hurry.is_set() and not self._gave_way:

@@ -42,10 +42,10 @@ def check_room(root: Path, needed: int, going: int = 0) -> None:
         )
 
 
-def warn_if_tight(root: Path, needed: int, retention: Retention, found: Sequence[Found]) -> None:
-    """Say so at start-up if `keep` + 1 checkpoints do not fit."""
+def warn_if_tight(root: Path, needed: int, retention: Retention, found: Sequence[Found]) -> bool:
+    """Say so if `keep` + 1 checkpoints do not fit; was there something to say?"""
     if retention.keep is None:
-        return
+        return False
     valid = [one for one in found if one.problem is None]
     # The optimizer has no state before its first step: the newest checkpoint knows the size better.
     size = max([needed, *(one.bytes for one in valid[:1])])
@@ -56,6 +56,7 @@ def warn_if_tight(root: Path, needed: int, retention: Retention, found: Sequence
             "Free some space or lower `keep`",
             root, retention.keep + 1, format_size(size), format_size(missing),
         )  # fmt: skip
+    return missing > 0
 
 
 def bytes_on_disk(plan: Plan, *, alone: bool = True) -> int:

@@ -194,6 +194,8 @@ class Saving:
             yield
         except BaseException as error:
             with contextlib.suppress(OSError):
+                self._writer.close()  # an open file keeps its room when its name is gone
+            with contextlib.suppress(OSError):
                 self._owner.check()  # being fenced explains any odd error, and is what must be said
             if self._ranks.rank == 0:
                 commit.discard(self._disk, self._folder)

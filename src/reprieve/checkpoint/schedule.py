@@ -38,27 +38,33 @@ class Schedule:
         """`500`, `"500 steps"`, `"epoch"`, `"10m"`, a timedelta, `"auto"`, several in a list, or None for never."""
         schedule = cls(clock=clock or SystemClock())
         parts = [every] if isinstance(every, int | float | str | timedelta) else list(every or ())
+        counts: list[int] = []
+        intervals: list[timedelta] = []
         for part in parts:
             if not isinstance(part, int | str | timedelta) or isinstance(part, bool):
                 raise ConfigError(f"every={part!r}: give steps, 'epoch' or a duration")
             if isinstance(part, timedelta):
-                schedule.interval = parse_duration(part)
+                intervals.append(parse_duration(part))
             elif isinstance(part, int) or _STEPS.fullmatch(part):
                 steps = part if isinstance(part, int) else int(part.split("s")[0])
                 if steps < 1:
                     raise ConfigError(f"every={part!r}: a number of steps must be at least 1")
-                schedule.steps = steps
+                counts.append(steps)
             elif part == "epoch":
                 schedule.epoch = True
             elif part == "auto":
-                schedule.auto, schedule.interval = Auto.of_environment(), FIRST
+                schedule.auto = Auto.of_environment()
+                intervals.append(FIRST)
             elif part != "never":
                 try:
-                    schedule.interval = parse_duration(part)
+                    intervals.append(parse_duration(part))
                 except ConfigError:
                     raise ConfigError(
                         f"every={part!r} is not understood: write 500, '500 steps', 'epoch', '10m', 'auto' or 'never'"
                     ) from None
+        if len(counts) > 1 or len(intervals) > 1:
+            raise ConfigError(f"every={parts!r}: give one number of steps and one duration at most ('auto' is one)")
+        schedule.steps, schedule.interval = next(iter(counts), None), next(iter(intervals), None)
         return schedule
 
     @property

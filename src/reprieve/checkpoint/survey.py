@@ -7,6 +7,7 @@ verified by whoever reads them (`restore`, `verify`). A folder without our manif
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
@@ -18,6 +19,7 @@ from reprieve.checkpoint import names
 from reprieve.checkpoint.commit import SET_ASIDE
 from reprieve.checkpoint.manifest import MANIFEST, SENTINEL, Manifest, read_manifest
 from reprieve.errors import InvalidCheckpoint
+from reprieve.storage.disk import DAMAGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,15 @@ class Found:
     """Why it cannot be used; None if nothing speaks against it so far."""
     bytes: int
     created: datetime
+    refused: OSError | None = None
+    """The problem, where it is not the checkpoint's: the storage does not let us look."""
+
+    def check(self) -> None:
+        """Raise what speaks against it."""
+        if self.refused is not None:
+            raise self.refused
+        if self.problem is not None:
+            raise InvalidCheckpoint(self.problem, path=self.path)
 
     @property
     def set_aside(self) -> bool:
@@ -66,9 +77,30 @@ def survey(root: Path) -> list[Found]:
 
 
 def look_at(path: Path, step: int | None = None) -> Found:
-    """One checkpoint, quickly."""
+    """One checkpoint, quickly; FileNotFoundError where there is none."""
     step = step if step is not None else names.step_of(path)
-    manifest, problem = None, None
+    created = _created(path)
+    try:
+        manifest, problem = _manifest_of(path, step)
+        size = _bytes(path) if manifest is None else manifest.size
+    except OSError as error:
+        refused = None if error.errno in DAMAGE else error
+        return Found(path, step or 0, None, f"cannot be read: {error.strerror}", 0, created, refused)
+    if manifest is None:
+        return Found(path, step or 0, None, problem, size, created)
+    return Found(
+        path,
+        step if step is not None else manifest.step,
+        manifest,
+        problem,
+        size,
+        datetime.fromisoformat(manifest.created),
+    )
+
+
+def _manifest_of(path: Path, step: int | None) -> tuple[Manifest | None, str | None]:
+    """The manifest, None where there is none that can be read; and why the checkpoint cannot be used."""
+    manifest = None
     try:
         if not path.is_dir() or path.is_symlink():
             raise InvalidCheckpoint("not a folder")
@@ -77,22 +109,13 @@ def look_at(path: Path, step: int | None = None) -> Found:
         try:
             manifest = read_manifest(path)
         except FileNotFoundError:
-            return Found(path, step or 0, None, None, _bytes(path), _created(path))
+            return None, None
         if step is not None and manifest.step != step:
             raise InvalidCheckpoint(f"{MANIFEST} belongs to checkpoint-{manifest.step}")
         _check_files(path, manifest)
     except InvalidCheckpoint as error:
-        problem = error.reason
-    if manifest is None:
-        return Found(path, step or 0, None, problem, _bytes(path), _created(path))
-    return Found(
-        path,
-        step if step is not None else manifest.step,
-        manifest,
-        problem,
-        manifest.size,
-        datetime.fromisoformat(manifest.created),
-    )
+        return manifest, error.reason
+    return manifest, None
 
 
 def _check_files(path: Path, manifest: Manifest) -> None:
@@ -104,6 +127,8 @@ def _check_files(path: Path, manifest: Manifest) -> None:
         try:
             info = file.lstat()
         except OSError as error:
+            if error.errno not in DAMAGE:
+                raise
             raise InvalidCheckpoint(f"{name} is missing", path=path) from error
         if not stat.S_ISREG(info.st_mode):
             raise InvalidCheckpoint(f"{name} is not a plain file", path=path)
@@ -120,9 +145,13 @@ def _set_aside(path: Path, step: int) -> Found:
 
 
 def _bytes(path: Path) -> int:
-    if not path.is_dir():
-        return 0
-    return sum(file.lstat().st_size for file in path.rglob("*") if file.is_file() and not file.is_symlink())
+    """Of the files that we may look at."""
+    size = 0
+    for file in path.rglob("*") if path.is_dir() else ():
+        with contextlib.suppress(OSError):
+            info = file.lstat()
+            size += info.st_size if stat.S_ISREG(info.st_mode) else 0
+    return size
 
 
 def _created(path: Path) -> datetime:

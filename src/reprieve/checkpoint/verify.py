@@ -16,9 +16,11 @@ def verify(
     path: Path, pool: BlockPool, *, progress: Callable[[int], None] | None = None, cache: Cache = Cache.AVOID
 ) -> Found:
     """Read every byte of a checkpoint; InvalidCheckpoint names the first thing that is wrong."""
-    found = look_at(path)
-    if found.problem is not None:
-        raise InvalidCheckpoint(found.problem, path=path)
+    try:
+        found = look_at(path)
+    except FileNotFoundError as error:
+        raise InvalidCheckpoint("there is no such checkpoint", path=path) from error
+    found.check()
     if found.manifest is None:
         check_foreign(path, progress=progress)
         return found

@@ -215,6 +215,10 @@ class Writer:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give memory and files back. Again does nothing."""
         self._failed.set()  # whatever is still queued must not write to a closed file
         self._threads.join()
         for load in self._loads:
@@ -222,9 +226,9 @@ class Writer:
         self._loads.clear()
         self._late.clear()
         for file in self._files:
-            if file.file is not None:
-                self._disk.close(file.file)
-                file.file = None
+            done, file.file = file.file, None
+            if done is not None:
+                self._disk.close(done)
 
     def create(self) -> None:
         """Make the files that this rank makes. A full disk is met here, before the first byte."""
@@ -243,7 +247,7 @@ class Writer:
                     self._staged.append(slot)
                 streams.wait()
         except BaseException:
-            self.__exit__()
+            self.close()
             raise
 
     def write(self, received: Received | None = None) -> dict[str, Crcs]:

@@ -14,8 +14,8 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from reprieve.cli.output import data, print_json, talk
 from reprieve.config import parse_size
@@ -68,5 +68,5 @@ def _show(checks: list[Check]) -> None:
     table = Table(box=None, pad_edge=False, show_header=False)
     for one in checks:
         fix = f"\n→ {one.fix}" if one.fix else ""
-        table.add_row(one.name, f"[{_COLOURS[one.level]}]{one.level}[/]", escape(f"{one.found}{fix}"))
-    data.print(table, highlight=False)
+        table.add_row(one.name, Text(one.level, _COLOURS[one.level]), f"{one.found}{fix}")
+    data.print(table)

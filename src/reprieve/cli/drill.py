@@ -16,9 +16,9 @@ import os
 from argparse import REMAINDER, ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 
-from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from reprieve.cli.output import data, print_json, talk
 from reprieve.config import format_size, parse_duration
@@ -89,10 +89,10 @@ def _show(report: Report) -> None:
         ("next start → first step", report.restart_s, _EQUAL[report.equal]),
     ):  # fmt: skip
         table.add_row(name, f"{seconds:.2f} s", note)
-    data.print(table, highlight=False)
+    data.print(table)
     if report.survives:
-        data.print(f"[green]survives[/] a preemption with {report.margin_s:.1f} s to spare", highlight=False)
+        data.print(Text.assemble(("survives", "green"), f" a preemption with {report.margin_s:.1f} s to spare"))
     for problem in report.problems:
-        data.print(f"[red]does not survive[/]: {escape(problem)}", highlight=False)
+        data.print(Text.assemble(("does not survive", "red"), f": {problem}"))
     for one in report.advice:
-        data.print(f"  to change: {one}", highlight=False)
+        data.print(f"  to change: {one}")

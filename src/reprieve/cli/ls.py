@@ -11,6 +11,7 @@ from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
+from rich.text import Text
 
 from reprieve.cli.output import ago, data, print_json, talk
 from reprieve.cli.target import checkpoints_at
@@ -46,8 +47,8 @@ def main(args: Namespace) -> int:
             ago(one.created),
             format_size(one.bytes),
             f"{manifest.run} #{manifest.attempt}" if manifest else "",
-            "[green]valid[/]" if manifest and not one.problem else
-            f"[red]{one.problem}[/]" if one.problem else "[yellow]no manifest (written by other tools)[/]",
+            Text("valid", "green") if manifest and not one.problem else
+            Text(one.problem, "red") if one.problem else Text("no manifest (written by other tools)", "yellow"),
         )  # fmt: skip
     data.print(table)
     return 0

@@ -1,4 +1,7 @@
-"""How commands print: tables and JSON to stdout, everything else to stderr."""
+"""How commands print: tables and JSON to stdout, everything else to stderr.
+
+What is printed is printed as it is, since paths and names may have brackets in them; what has a colour is a `Text`.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ from typing import Any
 
 from rich.console import Console
 
-data = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 200)
-talk = Console(stderr=True, soft_wrap=True)
+data = Console(soft_wrap=True, markup=False, emoji=False, highlight=False, width=None if sys.stdout.isatty() else 200)
+talk = Console(soft_wrap=True, markup=False, emoji=False, highlight=False, stderr=True)
 
 
 def print_json(value: Any) -> None:

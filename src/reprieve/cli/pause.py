@@ -8,6 +8,8 @@ from __future__ import annotations
 import time
 from argparse import ArgumentParser, Namespace
 
+from rich.text import Text
+
 from reprieve.cli.output import talk
 from reprieve.errors import ConfigError
 from reprieve.launch.outcome import PAUSED
@@ -34,7 +36,7 @@ def main(args: Namespace) -> int:
         )
     if args.no_wait:
         return 0
-    with talk.status(f"{run} is saving …"):
+    with talk.status(Text(f"{run} is saving …")):
         while record.alive:
             time.sleep(_LOOK_S)
             record = runs.find(run)

@@ -14,8 +14,8 @@ from argparse import ArgumentParser, Namespace
 from datetime import datetime, timezone
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from reprieve.cli.output import ago, data, duration, print_json, talk
 from reprieve.launch.ledger import spent
@@ -39,7 +39,7 @@ def main(args: Namespace) -> int:
     if not found:
         talk.print("no run was started here yet: reprieve run python train.py")
         return 0
-    data.print(_all(found) if args.run is None else _one(found[0]), highlight=False)
+    data.print(_all(found) if args.run is None else _one(found[0]))
     return 0
 
 
@@ -82,16 +82,16 @@ def _one(one: Record) -> Table:
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="bold")
     table.add_column()
-    rows = [
+    rows: list[tuple[str, str | Text]] = [
         ("run", one.name), ("state", _state(one)),
-        ("command", escape(" ".join(one.command))), ("folder", escape(one.folder)),
+        ("command", " ".join(one.command)), ("folder", one.folder),
         ("step", f"{one.step}" + (f" ({one.done:.0%})" if one.done is not None else "")), ("left", _left(one)),
-        ("checkpoint", _checkpoint(one)), ("checkpoints", escape(one.checkpoints or "")),
+        ("checkpoint", _checkpoint(one)), ("checkpoints", one.checkpoints or ""),
         ("starts", f"{len(one.attempts)}, {one.restarts} of them after a failure"),
         ("goodput", f"{time_spent.goodput:.1%} of {duration(time_spent.wall)}"),
     ]  # fmt: skip
     rows += [(f"  lost to {cause}", duration(seconds)) for cause, seconds in time_spent.lost.items()]
-    for key, value in [*rows, ("last words", escape(one.reason))]:
+    for key, value in [*rows, ("last words", one.reason)]:
         if value:
             table.add_row(key, value)
     return table
@@ -102,9 +102,8 @@ def _until(one: Record) -> float:
     return time.time() if one.alive else one.updated
 
 
-def _state(one: Record) -> str:
-    state = one.state_now
-    return f"[{_COLOURS[state]}]{state}[/]" if state in _COLOURS else f"[yellow]{state}[/]"
+def _state(one: Record) -> Text:
+    return Text(one.state_now, _COLOURS.get(one.state_now, "yellow"))
 
 
 def _left(one: Record) -> str:

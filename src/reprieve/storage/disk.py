@@ -31,6 +31,12 @@ _STATX_DIOALIGN = 0x2000
 _AT_EMPTY_PATH = 0x1000
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
+DAMAGE = frozenset(
+    {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA}
+)
+"""Errors of a read that say that what is stored is damaged, or not there. Any other is of the moment (no descriptor
+left, no permission, a server that does not answer) and says nothing of what is stored."""
+
 
 @dataclass(slots=True)
 class OpenFile:

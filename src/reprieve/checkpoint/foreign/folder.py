@@ -25,6 +25,7 @@ from reprieve.checkpoint.foreign.torch_zip import (
 )
 from reprieve.checkpoint.manifest import SENTINEL
 from reprieve.errors import InvalidCheckpoint
+from reprieve.storage.disk import DAMAGE
 
 _TORCH_SUFFIXES = {".pt", ".pth", ".bin", ".ckpt"}
 _INDEX_SUFFIXES = (".safetensors.index.json", ".bin.index.json")
@@ -55,6 +56,8 @@ def check_foreign(folder: Path, *, progress: Callable[[int], None] | None = None
     except InvalidCheckpoint as error:
         raise InvalidCheckpoint(error.reason, path=folder) from error.__cause__
     except OSError as error:
+        if error.errno not in DAMAGE:
+            raise
         raise InvalidCheckpoint(f"cannot be read: {error}", path=folder) from error
 
 
@@ -96,6 +99,8 @@ class _Check:
         except InvalidCheckpoint as error:
             raise InvalidCheckpoint(f"{name}: {error.reason}") from error.__cause__
         except OSError as error:
+            if error.errno not in DAMAGE:
+                raise
             raise InvalidCheckpoint(f"{name} cannot be read: {error.strerror or error}") from error
 
     def _check_file(self, name: str, file: FileReader) -> None:

@@ -9,6 +9,7 @@ data.pkl. Not covered, as nothing reads them: dates, attributes, versions, paddi
 
 from __future__ import annotations
 
+import errno
 import io
 import lzma
 import pickle
@@ -76,6 +77,10 @@ def check_other_zip(file: FileReader, path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             is_torch = any(name.endswith("/data.pkl") for name in archive.namelist())
             damaged = None if is_torch else archive.testzip()
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a place before the start of the file, which a damaged directory names
+            raise
+        raise InvalidCheckpoint(f"damaged or cut short: {error}") from error
     except (
         zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error,
         NotImplementedError, RuntimeError, EOFError, ValueError, OverflowError,
