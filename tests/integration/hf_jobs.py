@@ -82,7 +82,7 @@ def train(job: HfJob) -> None:
 
             protect(trainer, disk=disk(), notices="off", **dict(job.options))
         for _ in range(job.trainings):
-            output = trainer.train(resume_from_checkpoint=job.given)
+            output = trainer.train(job.given, None, None)
     weights = hashlib.sha256()
     for name, tensor in sorted(trainer.accelerator.unwrap_model(trainer.model).state_dict().items()):
         if isinstance(tensor, DTensor):
@@ -121,6 +121,8 @@ def make(job: HfJob) -> Any:
     if job.patience is not None:
         trainer.add_callback(transformers.EarlyStoppingCallback(job.patience))
     for callback in job.callbacks:
+        if hasattr(callback, "trainer"):
+            callback.trainer = trainer
         trainer.add_callback(callback)
     return trainer
 
@@ -145,6 +147,18 @@ class Counting(transformers.TrainerCallback, ExportableState):
         if self.steps == self._raising:
             raise RuntimeError("the callback does not want to")
         return {"args": {}, "attributes": {"steps": self.steps, "epochs": self.epochs}}
+
+
+class Asking(transformers.TrainerCallback):
+    """A user's: makes a loader of its own, again and again."""
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.trainer.get_train_dataloader()
+
+    on_step_end = on_epoch_begin = on_train_begin
 
 
 class SeesShards(transformers.TrainerCallback):

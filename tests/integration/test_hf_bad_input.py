@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,11 +88,50 @@ def test_another_batch_size(job: HfJob) -> None:
     half = job.but(per_device_train_batch_size=8)
     result = attempt(half)[0]
     assert result.ok, str(result)
-    assert "these are 1 with batches of 8: the run goes on at the same place in the data (48 samples" in result.output
+    assert "these are 1 with 1 of 8: the run goes on at the same place in the data (48 samples" in result.output
+
+
+@pytest.mark.parametrize(("before", "after", "steps"), [(1, 2, 22), (2, 1, 24)])
+def test_another_accumulation(job: HfJob, before: int, after: int, steps: int) -> None:
+    """12 of 30 batches are done, in 12 or in 6 steps: 18 are left, whatever they are called."""
+    stopped(job.but(gradient_accumulation_steps=before), *told(12))
+    result = attempt(job.but(gradient_accumulation_steps=after))[0]
+    assert result.ok, str(result)
+    assert f"with {before} batches of 4 in a step, these are 1 with {after} of 4" in result.output
+    found = seen(job.folder)
+    assert found["end-0.json"]["steps"] == steps
+    batches = [samples for _, _, samples in found["losses-0.jsonl"]]
+    assert len(batches) == 30
+    for epoch in (batches[:15], batches[15:]):
+        assert len({sample for samples in epoch for sample in samples}) == 60
 
 
 def test_only_the_model_is_saved(job: HfJob) -> None:
     _refused(job.but(save_only_model=True), "save_only_model=True", "save_model() saves the model alone")
+
+
+def test_what_is_refused_before_anything_begins_ends_with_42(tmp_path: Path) -> None:
+    """Also without the launcher, which does not try again."""
+    script = tmp_path / "train.py"
+    script.write_text(_ONLY_THE_MODEL)
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "REPRIEVE_STATE_DIR": str(tmp_path / "state")}
+    ours = [sys.executable, "-m", "reprieve", "run", "--restarts", "3"]
+    ended = subprocess.run(
+        [*ours, sys.executable, str(script)], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 42, ended.stderr
+    assert ended.stderr.count("save_model() saves the model alone") >= 1
+    assert "it needs a person: ConfigError: save_only_model=True" in ended.stderr
+
+
+_ONLY_THE_MODEL = """
+import torch
+from transformers import BertConfig, BertModel, Trainer, TrainingArguments
+
+small = BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+args = TrainingArguments("out", save_only_model=True, use_cpu=True, report_to=[])
+Trainer(model=BertModel(small), args=args, train_dataset=[{"input_ids": torch.ones(3, dtype=torch.long)}] * 8).train()
+"""
 
 
 def test_a_callback_that_raises_in_a_save(job: HfJob) -> None:

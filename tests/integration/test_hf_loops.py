@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
-from .hf_jobs import HfJob, seen
+from reprieve.errors import ConfigError
+
+from .hf_jobs import Asking, HfJob, seen
 from .hf_kit import attempt, checkpoints, goes_on, stopped, undisturbed
 from .stop_scenario_jobs import told
 
@@ -69,7 +75,11 @@ def test_a_schedule_that_looks_at_evaluations(job: HfJob) -> None:
 
 
 def test_an_evaluation_at_the_start(job: HfJob) -> None:
-    _exact(job.but(eval_on_start=True), ("prediction", 3), ("forward", 2))
+    """It ends where it is stopped, and is not done again once something was trained."""
+    job = job.but(eval_on_start=True)
+    assert "nothing to save" in stopped(job, *told(2, "prediction"))
+    assert checkpoints(job) == []
+    _exact(job, ("prediction", 3), ("forward", 2))
 
 
 def test_an_optimizer_that_swaps_weights(job: HfJob) -> None:
@@ -115,10 +125,12 @@ def test_how_often_is_what_the_script_says_now(job: HfJob) -> None:
 
 
 def test_transformers_own_checkpoints_leave_it_to_us(job: HfJob) -> None:
-    output = stopped(job.but(enable_jit_checkpoint=True), *told(4))
-    assert output.count("enable_jit_checkpoint=True: Reprieve does that now") == 1
+    results = attempt(job.but(enable_jit_checkpoint=True), *told(4), ranks=2)
+    assert [result.exit_code for result in results] == [143, 143]
+    said = [result.output.count("enable_jit_checkpoint=True: Reprieve does that now") for result in results]
+    assert said == [1, 0]
     assert checkpoints(job) == ["checkpoint-4"]
-    assert goes_on(job) == undisturbed(job)
+    assert goes_on(job, 2) == undisturbed(job, 2)
 
 
 def test_a_checkpoint_of_stock_transformers(job: HfJob, tmp_path: Path) -> None:
@@ -143,3 +155,87 @@ def test_stock_transformers_goes_on_from_ours(job: HfJob) -> None:
     stock = replace(job, safe=False, given=True)
     assert attempt(stock)[0].ok
     assert seen(job.folder)["end-0.json"]["steps"] == 30
+
+
+def test_a_batch_size_that_was_found_before(job: HfJob) -> None:
+    """Hugging Face begins again with the one that fitted into memory."""
+    stopped(job, *told(4))
+    result = attempt(job.but(auto_find_batch_size=True, per_device_train_batch_size=8))[0]
+    assert result.ok, str(result)
+    assert "no longer bit for bit" not in result.output
+    assert seen(job.folder) == undisturbed(job)
+
+
+def test_starting_over_with_a_script_that_names_the_last_checkpoint(job: HfJob) -> None:
+    stopped(job, *told(4))
+    (Path(job.folder) / "losses-0.jsonl").unlink()
+    again = replace(job, given=str(job.output / "checkpoint-4"), options=(("fresh", True),))
+    result = attempt(again)[0]
+    assert result.ok, str(result)
+    assert "starting over: not from" in result.output
+    assert seen(job.folder) == undisturbed(job)
+    assert (job.output / "previous-1" / "checkpoint-4").is_dir()
+
+
+def test_a_callback_that_asks_for_the_data(job: HfJob) -> None:
+    job = replace(job, callbacks=(Asking(),))
+    _exact(job, ("forward", 5), ("forward", 14))
+
+
+@pytest.mark.parametrize("arguments", [{"bf16": True}, {"torch_compile_backend": "aot_eager"}], ids=str)
+def test_other_arithmetic(job: HfJob, arguments: dict[str, Any]) -> None:
+    _exact(job.but(**arguments), ("forward", 5), ("prediction", 2))
+
+
+def test_checkpoints_as_the_environment_says(job: HfJob) -> None:
+    env = {"CHECKPOINT_STRATEGY": "epoch", "CHECKPOINT_MAX_RETAIN": "2"}
+    result = attempt(job.but(save_strategy="no", num_train_epochs=3), **env)[0]
+    assert result.ok, str(result)
+    assert checkpoints(job) == ["checkpoint-30", "checkpoint-45"]
+
+
+def test_no_checkpoint_at_the_end(job: HfJob) -> None:
+    job = replace(job.but(save_strategy="no"), options=(("save_at_end", False),))
+    assert goes_on(job) == undisturbed(job)
+    assert checkpoints(job) == []
+
+
+def test_small_files_do_not_touch_the_disk(tmp_path: Path) -> None:
+    """Torch says RuntimeError of a full one."""
+    from reprieve.frameworks.transformers.collecting import Collecting
+
+    with Collecting(tmp_path) as collecting:
+        torch.save({"step": 3}, tmp_path / "scheduler.pt")
+        torch.save({"other": 4}, tmp_path.parent / f"{tmp_path.name}.pt")
+    assert list(tmp_path.iterdir()) == []
+    assert torch.load(tmp_path.parent / f"{tmp_path.name}.pt") == {"other": 4}
+    (file,) = collecting.files()
+    source = file.segments[0].source  # type: ignore[union-attr]
+    assert file.name == "scheduler.pt"
+    assert torch.load(io.BytesIO(source.data)) == {"step": 3}  # type: ignore[union-attr]
+
+
+def test_deepspeed_is_refused() -> None:
+    from reprieve.frameworks.transformers import starting
+
+    trainer = SimpleNamespace(args=SimpleNamespace(save_only_model=False), is_deepspeed_enabled=True)
+    with pytest.raises(ConfigError, match="Use FSDP2"):
+        starting.check(trainer)
+
+
+def test_transformers_bar_is_back_after_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While ours is drawn, what is logged is printed above it."""
+    from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, PrinterCallback, ProgressCallback
+
+    from reprieve.frameworks.transformers import starting
+
+    handler: Any = CallbackHandler([DefaultFlowCallback, ProgressCallback], None, None, None, None)
+    handler.args = SimpleNamespace(disable_tqdm=False)
+    theirs = handler.callbacks[1]
+    monkeypatch.setattr(starting, "terminal", lambda: None)
+    with starting.bar_replaced(handler):
+        assert handler.callbacks[1] is theirs
+    monkeypatch.setattr(starting, "terminal", lambda: "one")
+    with starting.bar_replaced(handler):
+        assert [type(one) for one in handler.callbacks] == [DefaultFlowCallback, PrinterCallback]
+    assert handler.callbacks[1:] == [theirs]

@@ -25,7 +25,8 @@ def test_another_number_of_ranks(job: HfJob, before: int, after: int) -> None:
     results = attempt(job.but(num_train_epochs=1), ranks=after)
     for result in results:
         assert result.ok, str(result)
-    assert f"written by {before} ranks with batches of 4, these are {after}" in results[0].output
+    said = f"written by {before} ranks with 1 batches of 4 in a step, these are {after} with 1 of 4"
+    assert said in results[0].output
     found: Counter[str] = Counter()
     for name, lines in seen(job.folder).items():
         if name.startswith("losses"):

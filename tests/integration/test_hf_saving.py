@@ -18,7 +18,7 @@ from reprieve.testing import Result, fail, pause, terminate
 
 from .hf_jobs import PRELOAD_TRL, HfJob
 from .hf_kit import attempt, checkpoints
-from .hf_saving_jobs import Hub, Looking, digests, train_and_push
+from .hf_saving_jobs import Hub, Judging, Looking, digests, train_and_push
 from .stop_scenario_jobs import told
 
 OFTEN = {"max_steps": 9, "eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}
@@ -116,6 +116,20 @@ def test_a_callback_is_not_shown_what_storage_refused(job: HfJob) -> None:
     assert [one["step"] for one in _looked(job)] == [6, 9]
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_the_best_is_one_that_is_there(job: HfJob, background: bool) -> None:
+    """The save of the best step is refused, at once or in the background: the best of those before is loaded."""
+    judging = Judging({3: 2.0, 6: 1.0, 8: 3.0})
+    callbacks = (judging,) if background else (judging, Looking(job.folder))
+    best = replace(job.but(**BEST, greater_is_better=False, save_total_limit=1, max_steps=8), callbacks=callbacks)
+    result = _run(best, fail(0, "before commit", OSError(errno.EIO, "Input/output error"), nth=2))
+    assert ("the periodic save before this one failed" if background else "step 6 is not saved") in result.output
+    assert "Could not locate the best model" not in result.output
+    end = json.loads((Path(job.folder) / "end-0.json").read_text())
+    assert end["best"] == "checkpoint-3"
+    assert checkpoints(job) == ["checkpoint-3", "checkpoint-8"]
+
+
 def test_a_push_is_of_what_is_committed(job: HfJob, hub: Callable[..., Hub]) -> None:
     """Also one that was due when the run was stopped; and nothing of ours goes with it."""
 
@@ -142,6 +156,15 @@ def test_a_push_is_of_what_is_committed(job: HfJob, hub: Callable[..., Hub]) -> 
         else:
             assert {"model.safetensors", "config.json"} <= upload.keys()
             assert not [path for path in upload if path.startswith(".") or "checkpoint-" in path]
+
+
+def test_what_was_left_behind_is_not_pushed(job: HfJob, hub: Callable[..., Hub]) -> None:
+    _run(job, *told(5), code=143)
+    there = hub()
+    _run(job.but(**PUSHED), fn=train_and_push, args=(there.url,), CHECKPOINT_RESUME="false")
+    assert (job.output / "previous-1" / "checkpoint-5").is_dir()
+    assert len(there.uploads) == 7
+    assert not [path for upload in there.uploads for path in upload if path.startswith("previous")]
 
 
 def test_a_stop_during_a_save_that_would_be_pushed(job: HfJob, hub: Callable[..., Hub]) -> None:

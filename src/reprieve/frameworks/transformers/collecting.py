@@ -9,6 +9,7 @@ go on as ever.
 
 from __future__ import annotations
 
+import io
 import mmap
 import os
 import sys
@@ -24,7 +25,7 @@ from reprieve.checkpoint.safetensors_file import can_hold, layout_one
 from reprieve.checkpoint.torch_file import layout_torch, tensors_in
 
 _LARGE = 2**20
-"""Bytes of tensors from which on a file is worth streaming. Smaller ones are as torch writes them, byte for byte."""
+"""Bytes of tensors from which on a file is worth streaming. Smaller ones are as torch writes them."""
 
 _SAFETENSORS = {
     "safetensors.torch": "save_file",
@@ -79,8 +80,13 @@ def _save(real: Callable[..., None], obj: object, f: object, *args: Any, **kwarg
     """In place of `torch.save`."""
     here: Collecting | None = getattr(_collecting, "now", None)
     name = here.name_of(f) if here is not None else None
-    if here is None or name is None or args or kwargs or _bytes_in(obj) < _LARGE:
+    if here is None or name is None or args or kwargs:
         real(obj, f, *args, **kwargs)
+    elif _bytes_in(obj) < _LARGE:
+        # Not into the folder: torch says of a full disk no more than that something failed.
+        memory = io.BytesIO()
+        real(obj, memory)
+        here.take(bytes_layout(name, memory.getvalue()))
     else:
         here.take(layout_torch(name, obj))
 

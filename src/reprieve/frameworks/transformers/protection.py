@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers.trainer_callback import TrainerCallback
 
+from reprieve.frameworks.refusing import refusing
 from reprieve.frameworks.transformers import starting
 from reprieve.frameworks.transformers.pushing import Pushing
 from reprieve.frameworks.transformers.training import Training
@@ -28,22 +29,23 @@ class Protection:
         trainer.add_callback(_Events(self))
 
     def train(
-        self, real: Callable[..., Any], resume_from_checkpoint: Any = None, trial: Any = None, **kwargs: Any
+        self, real: Callable[..., Any], resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         """In place of `Trainer.train`, which is `real`."""
         trainer = self._trainer
         if self.training is not None:
-            return real(resume_from_checkpoint, trial, **kwargs)
+            return real(resume_from_checkpoint, trial, *args, **kwargs)
         if trial is not None:
             log.warning("a trial of a hyperparameter search is not protected: it runs as it always does")
-            return real(resume_from_checkpoint, trial, **kwargs)
-        starting.check(trainer)
+            return real(resume_from_checkpoint, trial, *args, **kwargs)
+        with refusing():
+            starting.check(trainer)
+            settings, rest = starting.settings(trainer, self._options, self._calls + 1)
         starting.remove_rivals(trainer)
         self._calls += 1
-        settings, rest = starting.settings(trainer, self._options, self._calls)
         self.training = Training(trainer, self._pushing, settings, rest)
         try:
-            return self.training.run(real, resume_from_checkpoint, trial, **kwargs)
+            return self.training.run(real, resume_from_checkpoint, trial, *args, **kwargs)
         finally:
             self.training = None
 

@@ -16,7 +16,7 @@ from reprieve.checkpoint import names
 from reprieve.frameworks.session import Session
 from reprieve.frameworks.transformers.replacing import replaced
 
-_HIDDEN = (f"{names.OWNER_FOLDER}/*", ".checkpoint-*")
+_HIDDEN = (f"{names.OWNER_FOLDER}/*", ".checkpoint-*", "previous-*")
 _OURS = [*_HIDDEN, *(f"train-*/{one}" for one in (*_HIDDEN, "checkpoint-*"))]
 """In `output_dir`, as the hub's patterns have it. Transformers leaves out only `checkpoint-*`: the name of this machine
 would be published, and a save that is under way would be uploaded, or be gone before it is."""

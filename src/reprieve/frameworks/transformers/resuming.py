@@ -47,7 +47,6 @@ class Resuming:
     def hooks(self) -> dict[str, Callable[..., Any]]:
         """What is called in place of methods of the trainer."""
         return {
-            "set_initial_training_values": self._set_initial_training_values,
             "_init_training_state": self._init_training_state,
             "_load_from_checkpoint": self._load_from_checkpoint,
             "_load_best_model": self._load_best_model,
@@ -69,7 +68,7 @@ class Resuming:
     def _check_loaded(self, result: Any) -> None:
         loading.complete(self._trainer.model, result, self._loading)
 
-    def _set_initial_training_values(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def initial_training_values(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """How much there is to do. Steps of another size than those that are done count as what they are."""
         *others, max_steps = self._real["set_initial_training_values"](*args, **kwargs)
         resumed, arguments = self.place, self._trainer.args
@@ -83,7 +82,7 @@ class Resuming:
         """Where the loop goes on: in which epoch, and at which batch of it."""
         found: tuple[int, int] = self._real["_init_training_state"](*args, **kwargs)
         trainer = self._trainer
-        self._session.checkpointer.pin(trainer.state.best_global_step)
+        self._session.checkpointer.pin(starting.step_of(trainer.state.best_model_checkpoint))
         max_steps = given(self._real["_init_training_state"], args, kwargs)["max_steps"]
         trainer.state.compute_steps(trainer.args, max_steps)  # how often to log and save is as the script says it now
         if self.place is None:

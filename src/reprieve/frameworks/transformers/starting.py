@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainingArguments
-from transformers.trainer_callback import ProgressCallback
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from reprieve.checkpoint import names
 from reprieve.checkpoint.answers import Restored
 from reprieve.checkpoint.blocks import BlockPool
 from reprieve.checkpoint.verify import verify
+from reprieve.config import format_size
 from reprieve.errors import ConfigError, StateMismatch
 from reprieve.frameworks.session import Session
 from reprieve.progress.bar import terminal
@@ -24,7 +27,7 @@ from reprieve.settings import ALL, NEVER, Settings, resolve
 
 log = logging.getLogger("reprieve")
 
-_SETTINGS = ("checkpoints", "every", "keep", "fresh", "name", "kill_wait")
+_SETTINGS = ("checkpoints", "every", "keep", "fresh", "name", "kill_wait", "save_at_end")
 
 
 def check(trainer: Any) -> None:
@@ -40,10 +43,13 @@ def check(trainer: Any) -> None:
             "(TrainingArguments(fsdp=…)), or run without Reprieve"
         )
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    if trainer.is_fsdp_enabled and "FULL" in str(getattr(plugin, "state_dict_type", "")):
+    gathers = trainer.is_fsdp_enabled and "FULL" in str(getattr(plugin, "state_dict_type", ""))
+    if gathers and _speaks(trainer):
+        weights = sum(one.nbytes for one in trainer.model.parameters())
         log.warning(
-            "FSDP with FULL_STATE_DICT gathers the whole model and its optimizer on rank 0 for every checkpoint, which "
-            "takes time and memory: SHARDED_STATE_DICT does without"
+            "FSDP with FULL_STATE_DICT gathers the whole model (%s) and its optimizer (with AdamW twice that) in the "
+            "memory of rank 0 for every checkpoint, and rank 0 alone writes it: SHARDED_STATE_DICT does without",
+            format_size(weights),
         )
 
 
@@ -70,6 +76,9 @@ def point(session: Session, restored: Restored | None, asked: Any) -> str | None
     if restored is None:
         if given is None:
             return None  # True, where nothing was saved yet, is no error
+        if session.settings.fresh and given.parent == session.root.absolute():
+            log.warning("starting over: not from %s, which was moved away", asked)
+            return None
         verify(given, BlockPool(limit=2))
         return str(asked)
     ours = restored.values.get("transformers")
@@ -91,20 +100,28 @@ def place(restored: Restored, trainer: Any) -> Mapping[str, Any] | None:
     saved: Mapping[str, Any] | None = restored.values.get("transformers")
     if saved is None:
         return None
-    ranks, size = trainer.args.world_size, trainer._train_batch_size
-    if (ranks, size) == (saved["world_size"], saved["batch_size"]):
+    ranks, size, count = trainer.args.world_size, trainer._train_batch_size, trainer.args.gradient_accumulation_steps
+    if trainer.args.auto_find_batch_size:
+        size = saved["batch_size"]  # what was found before is where it begins again
+    if (ranks, size, count) == (saved["world_size"], saved["batch_size"], saved["accumulation"]):
         return saved
     position = saved["position"]
     samples = position["consumed"] * saved["world_size"] * saved["batch_size"]
     log.warning(
-        "the checkpoint was written by %d ranks with batches of %d, these are %d with batches of %d: the run goes on "
-        "at the same place in the data (%d samples of this epoch are done), but no longer bit for bit as it would%s",
-        saved["world_size"], saved["batch_size"], ranks, size, samples,
+        "the checkpoint was written by %d ranks with %d batches of %d in a step, these are %d with %d of %d: the run "
+        "goes on at the same place in the data (%d samples of this epoch are done), but no longer bit for bit as it "
+        "would%s",
+        saved["world_size"], saved["accumulation"], saved["batch_size"], ranks, count, size, samples,
         f"; {left} of them come again" if (left := samples % (ranks * size)) else "",
     )  # fmt: skip
     same = {name: position[name] for name in ("start", "iteration") if name in position}
     there = {**same, "consumed": samples // (ranks * size)}
     return {**saved, "position": there, "source": None, "buckets": [], "steps": restored.step}
+
+
+def step_of(checkpoint: str | None) -> int | None:
+    """Of a checkpoint's folder."""
+    return names.step_of(Path(checkpoint)) if checkpoint else None
 
 
 def check_length(state: Any, max_steps: int) -> None:
@@ -117,10 +134,22 @@ def check_length(state: Any, max_steps: int) -> None:
 
 def replaces_bar(trainer: Any) -> bool:
     """Ours instead of transformers' (tqdm), where one can be drawn: it also shows what is saved."""
-    if terminal() is None or trainer.args.disable_tqdm:
-        return False
-    trainer.remove_callback(ProgressCallback)
-    return True
+    return terminal() is not None and not trainer.args.disable_tqdm
+
+
+@contextlib.contextmanager
+def bar_replaced(trainer: Any) -> Iterator[None]:
+    """While inside, transformers draws none, and prints what it logs as it does without one."""
+    theirs = trainer.pop_callback(ProgressCallback) if replaces_bar(trainer) else None
+    if theirs is None:
+        yield
+        return
+    trainer.add_callback(PrinterCallback)
+    try:
+        yield
+    finally:
+        trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(theirs)
 
 
 def remove_rivals(trainer: Any) -> None:
@@ -129,8 +158,14 @@ def remove_rivals(trainer: Any) -> None:
         if type(one).__name__ == "KubeflowCallback":
             trainer.remove_callback(one)  # says 100 % after a stop; we tell the same server
         elif type(one).__name__ == "JITCheckpointCallback":
-            log.warning("enable_jit_checkpoint=True: Reprieve does that now, and transformers' own does not")
+            if _speaks(trainer):
+                log.warning("enable_jit_checkpoint=True: Reprieve does that now, and transformers' own does not")
             trainer.remove_callback(one)
             before = getattr(one.jit_manager, "_original_sigterm_handler", None)
             if before is not None and threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, before)
+
+
+def _speaks(trainer: Any) -> bool:
+    """For all ranks."""
+    return bool(trainer.args.process_index == 0)

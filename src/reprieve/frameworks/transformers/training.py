@@ -46,7 +46,7 @@ class Training:
         self._before: moment.Before | None = None
         """The trainer before the evaluation that is running."""
         self._logging = False
-        """What `_maybe_log_save_evaluate` does is being done."""
+        """The loop is at what it does between steps."""
         self._where = {"epoch": 0, "ended": False}
         self._first = True
         """No step was done in this process."""
@@ -56,6 +56,8 @@ class Training:
         """What a log line says of the last step, if that was before the resume."""
         self._watched: ddp.BucketOrder | None = None
         self._buckets: list[str] = []
+        self._best_before: str | None = None
+        """The best checkpoint before the last save: should that be lost, this is it."""
         self._began, self._earlier_s = time.monotonic(), 0.0
         trainer.state.global_step = 0  # of an earlier training
         self._session = Session(
@@ -70,7 +72,8 @@ class Training:
         try:
             self._resuming = Resuming(self._trainer, session, self._real, asked)
             place = self._resuming.place
-            with self._hooked(), sought(), followers.going_on(self._trainer, place["followers"] if place else {}):
+            going_on = followers.going_on(self._trainer, place["followers"] if place else {})
+            with self._hooked(), sought(), starting.bar_replaced(self._trainer), going_on:
                 result = train(self._resuming.path, *args, **kwargs)
             together = True
             return result
@@ -94,7 +97,8 @@ class Training:
     def _hooks(self) -> dict[str, Callable[..., Any]]:
         """What is called in place of methods of the trainer."""
         return {
-            "get_train_dataloader": self._get_train_dataloader,
+            "get_train_dataloader": lambda: Seeking(self._real["get_train_dataloader"](), self._session.guard.signals),
+            "set_initial_training_values": self._set_initial_training_values,
             "_run_epoch": self._run_epoch,
             "get_batch_samples": self._get_batch_samples,
             "_maybe_log_save_evaluate": self._maybe_log_save_evaluate,
@@ -106,18 +110,29 @@ class Training:
         }
 
     def _position(self) -> Position:
-        state = self._trainer.state
-        return Position(int(state.global_step), state.max_steps, state.epoch, state.num_train_epochs)
+        trainer = self._trainer
+        state, args = trainer.state, trainer.args
+        step = int(state.global_step)
+        in_step = trainer._train_batch_size * args.gradient_accumulation_steps * args.world_size
+        # TRL counts tokens always, transformers if it is told to (include_num_input_tokens_seen).
+        tokens = getattr(trainer, "_total_train_tokens", 0) or state.num_input_tokens_seen
+        return Position(
+            step, state.max_steps, state.epoch, state.num_train_epochs, step * in_step, int(tokens) if tokens else None
+        )
 
     # The beginning
 
-    def _get_train_dataloader(self) -> Any:
-        self._loader = Seeking(self._real["get_train_dataloader"](), self._session.guard.signals)
-        return self._loader
+    def _set_initial_training_values(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Which loader is trained with: callbacks may ask for others."""
+        told = given(self._real["set_initial_training_values"], args, kwargs)
+        self._loader = next(one for one in told.values() if isinstance(one, Seeking))
+        return self._resuming.initial_training_values(*args, **kwargs)
 
     def begun(self) -> None:
         """on_train_begin: everything is loaded, and nothing trained."""
         self._watched = ddp.watch({"model": self._trainer.model_wrapped}).get("model")
+        if self._trainer.args.save_strategy != "no":
+            self._session.telling.tracker.checkpoints(enabled=True)
         resumed = self._resuming.place
         if resumed is None:
             return
@@ -157,7 +172,7 @@ class Training:
             flags.should_evaluate = flags.should_save = False
             if boundaries.stop_asked:
                 self._stop()
-            session.save_beside(lambda: self._save(background=True))
+            self._save_beside(background=True)
         return self._real["get_batch_samples"](*args, **kwargs)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
@@ -199,7 +214,11 @@ class Training:
     def _evaluate_for_loop(self, *args: Any, **kwargs: Any) -> Any:
         if self._resuming.place is not None:
             return {}  # eval_on_start: it was evaluated when it was started
-        return self._real["_evaluate"](*args, **kwargs)
+        before, self._logging = self._logging, True
+        try:
+            return self._real["_evaluate"](*args, **kwargs)
+        finally:
+            self._logging = before
 
     def _prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._before is not None:
@@ -244,10 +263,10 @@ class Training:
         control.should_save = False  # once it is resumed from, it is done
         if self._trainer.state.global_step == session.last_saved:
             self._contents.note_best(session.root)
+            self._pin()
             self._pushing.push(session)  # it was saved at a stop, and not pushed
         else:
-            session.save_beside(lambda: self._save(background=not self._contents.somebody_looks()))
-        session.checkpointer.pin(self._trainer.state.best_global_step)
+            self._save_beside(background=not self._contents.somebody_looks())
         control.should_save = True
 
     def _on_save(self, real: Callable[..., Any], args: Any, state: Any, control: Any) -> Any:
@@ -261,17 +280,38 @@ class Training:
             args.output_dir = str(session.root)
         return real(args, state, control)
 
+    def _save_beside(self, *, background: bool) -> None:
+        self._settle()
+        self._session.save_beside(lambda: self._save(background=background))
+
     def _save(self, *, background: bool, within: timedelta | None = None) -> None:
         session, trainer = self._session, self._trainer
-        session.save(
-            epoch=trainer.state.epoch,
-            metrics=self._contents.metrics(),
-            values={"transformers": self._values()},
-            files=lambda: self._contents.collect(session),
-            background=background and not trainer.args.push_to_hub,
-            within=within,
-        )
+        best = self._best_before = trainer.state.best_model_checkpoint
+        try:
+            session.save(
+                epoch=trainer.state.epoch,
+                metrics=self._contents.metrics(),
+                values={"transformers": self._values()},
+                files=lambda: self._contents.collect(session),
+                background=background and not trainer.args.push_to_hub,
+                within=within,
+            )
+        except BaseException:
+            trainer.state.best_model_checkpoint = best  # the best of those that there are
+            raise
+        self._pin(best)  # until the new one is durable
         self._pushing.push(session)
+
+    def _pin(self, *more: str | None) -> None:
+        """The best checkpoint stays."""
+        best = (self._trainer.state.best_model_checkpoint, *more)
+        self._session.checkpointer.pin(*map(starting.step_of, best))
+
+    def _settle(self) -> None:
+        """The save before this one is done, or lost."""
+        state = self._trainer.state
+        if self._session.settle() and not Path(state.best_model_checkpoint or ".").is_dir():
+            state.best_model_checkpoint = self._best_before
 
     def _values(self) -> dict[str, Any]:
         trainer, loader = self._trainer, self._loader
@@ -287,6 +327,7 @@ class Training:
             "max_steps": trainer.state.max_steps,
             "world_size": trainer.args.world_size,
             "batch_size": trainer._train_batch_size,
+            "accumulation": trainer.args.gradient_accumulation_steps,
             "seconds": self._earlier_s + time.monotonic() - self._began,
             "given": self._resuming.given,
             "followers": followers.ids(trainer),
@@ -304,7 +345,8 @@ class Training:
         session, trainer = self._session, self._trainer
         real = self._real["_finalize_training"]
         session.boundaries.finish()
-        if trainer.state.global_step != session.last_saved:
+        self._settle()
+        if session.settings.save_at_end and trainer.state.global_step != session.last_saved:
             self._save(background=False)
         session.finish({"max_steps": trainer.state.max_steps})
         end = given(real, args, kwargs)
