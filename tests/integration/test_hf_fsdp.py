@@ -142,7 +142,7 @@ def test_another_number_of_ranks(job: HfJob) -> None:
     results = attempt(job, ranks=3)
     for result in results:
         assert result.ok, str(result)
-    assert "written by 2 ranks with batches of 4, these are 3" in results[0].output
+    assert "written by 2 ranks with 1 batches of 4 in a step, these are 3 with 1 of 4" in results[0].output
 
 
 def test_the_best_model(job: HfJob) -> None:

@@ -69,7 +69,7 @@ class Session:
         self.finished = False
         self._finished_at: int | None = None
         self.last_saved: int | None = 0
-        """The step of the last checkpoint that was asked for, or restored."""
+        """The step of the last checkpoint that was asked for, or restored; None: it is lost."""
         self._position = position
         self._exit_wait = parse_duration(exit_wait)
         self._closed = False
@@ -168,6 +168,7 @@ class Session:
         failed = self.checkpointer.settle()
         if failed is not None:
             log.error("the periodic save before this one failed: %s", failed)
+            self.last_saved = None
         return failed is not None
 
     # The end
