@@ -374,6 +374,10 @@ class Checkpointer:
         if self.settle() is not None:
             log.warning("a running save was given up")
 
+    def afterwards(self, work: Callable[[], None]) -> None:
+        """Do this on the engine's thread, when all that was asked for is done, retention included."""
+        self._background.do(work)
+
     def pin(self, *steps: int | None) -> None:
         """The checkpoints of these steps stay, whatever retention says; those that were pinned before may go."""
         self._retiring.pinned = frozenset(steps)

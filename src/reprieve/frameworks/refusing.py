@@ -20,11 +20,12 @@ def refusing() -> Iterator[None]:
         yield
     except Exception as error:
         if needs_a_person(error):
-            rank, world_size = (int(os.environ.get(name, default)) for name, default in _WHO)
-            reporter = Reporter(rank, world_size)
+            reporter = Reporter(_number("RANK", 0), _number("WORLD_SIZE", 1))
             reporter.tell(report.REFUSED, error=f"{type(error).__name__}: {error}")
             reporter.close()
         raise
 
 
-_WHO = (("RANK", "0"), ("WORLD_SIZE", "1"))
+def _number(variable: str, default: int) -> int:
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() else default

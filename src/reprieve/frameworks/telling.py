@@ -137,7 +137,7 @@ class Telling:
                 self.tracker.checkpoints(valid=len(_valid(checkpointer)))
 
         if self._first:
-            checkpointer._background.do(count)
+            checkpointer.afterwards(count)
 
     def stopping(self, reason: str, step: int) -> None:
         self._reason = reason

@@ -167,5 +167,5 @@ def remove_rivals(trainer: Any) -> None:
 
 
 def _speaks(trainer: Any) -> bool:
-    """For all ranks."""
+    """Is it the rank that speaks for all?"""
     return bool(trainer.args.process_index == 0)
