@@ -18,7 +18,9 @@ import pytest
 
 from reprieve.checkpoint.survey import Found, survey
 
-STEPS, KEEP = 240, 2
+KEEP = 2
+MORE = 150
+"""Steps after the resume: some seconds, time enough to ask how it goes."""
 TOKENS = 64
 """Of each sample."""
 
@@ -65,8 +67,8 @@ class Job:
         }
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self, then: str = "") -> None:
-        script = TRAINING.format(keep=KEEP, steps=STEPS, tokens=TOKENS, then=then)
+    def start(self, then: str = "", steps: int = 100_000) -> None:
+        script = TRAINING.format(keep=KEEP, steps=steps, tokens=TOKENS, then=then)
         (self.folder / "script.py").write_text(script)
         with (self.folder / "output").open("a") as output:
             self._process = subprocess.Popen(
@@ -137,7 +139,7 @@ def test_what_a_run_tells_from_its_start_to_its_end(job: Job) -> None:
     assert told["checkpointing"]["latestCheckpoint"] == str(newest.path)
     assert told["checkpointing"]["savingStep"] is None
 
-    job.start()
+    job.start(steps=newest.step + MORE)
     told = job.when(lambda told: True)
     assert (told["resumedFrom"], told["resumedFromStep"]) == (newest.path.name, newest.step)
     saves = told["checkpointing"]
@@ -148,7 +150,7 @@ def test_what_a_run_tells_from_its_start_to_its_end(job: Job) -> None:
     assert job.wait() == 0
 
     told, found = job.file(), job.valid()
-    assert (told["state"], told["step"], told["estimatedTimeRemaining"]) == ("finished", STEPS, "0s")
+    assert (told["state"], told["step"], told["estimatedTimeRemaining"]) == ("finished", newest.step + MORE, "0s")
     assert told["resumedFrom"] == newest.path.name
     assert told["checkpointing"]["checkpointsValid"] == len(found) == KEEP
     assert told["checkpointing"]["latestCheckpoint"] == str(found[0].path)
