@@ -91,6 +91,14 @@ def test_another_batch_size(job: HfJob) -> None:
     assert "these are 1 with 1 of 8: the run goes on at the same place in the data (48 samples" in result.output
 
 
+def test_another_batch_size_of_samples_that_are_grouped(job: HfJob) -> None:
+    job = job.but(train_sampling_strategy="group_by_length", num_train_epochs=1)
+    stopped(job, *told(2))
+    result = attempt(job.but(per_device_train_batch_size=8))[0]
+    assert result.ok, str(result)
+    assert "Samples grouped by length come in another order in such steps" in result.output
+
+
 @pytest.mark.parametrize(("before", "after", "steps"), [(1, 2, 22), (2, 1, 24)])
 def test_another_accumulation(job: HfJob, before: int, after: int, steps: int) -> None:
     """12 of 30 batches are done, in 12 or in 6 steps: 18 are left, whatever they are called."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,22 +20,64 @@ def job(tmp_path: Path) -> HfJob:
     return HfJob(str(tmp_path / "job"), samples=48)
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3)])
-def test_another_number_of_ranks(job: HfJob, before: int, after: int) -> None:
-    """48 samples in batches of 4: what was not seen of the first epoch is dealt out, and nothing else."""
-    steps = 24 // (4 * before)
+def _samples(job: HfJob) -> Counter[str]:
+    """How often each was trained with."""
+    lines = [lines for name, lines in seen(job.folder).items() if name.startswith("losses")]
+    return Counter(sample for one in lines for _, _, samples in one for sample in samples)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "steps", "more"),
+    [
+        (2, 1, 3, {}),
+        (2, 3, 1, {}),  # 8 samples, in batches of 12 from there
+        (3, 2, 1, {}),
+        (1, 2, 3, {"dataloader_num_workers": 2}),
+        (1, 1, 3, {"per_device_train_batch_size": 8}),
+        (1, 3, 2, {"gradient_accumulation_steps": 2}),
+        (2, 3, 1, {"dataloader_drop_last": True}),
+    ],
+)
+def test_other_batches(tmp_path: Path, before: int, after: int, steps: int, more: dict[str, int]) -> None:
+    """44 samples in batches of 4: what was not seen of the epoch is dealt out, and nothing else; and the loop knows."""
+    job = HfJob(str(tmp_path / "job"), samples=44).but(num_train_epochs=1)
     stopped(job, *told(steps, rank=before - 1), ranks=before)
-    results = attempt(job.but(num_train_epochs=1), ranks=after)
+    results = attempt(job.but(**more), ranks=after)
     for result in results:
         assert result.ok, str(result)
-    said = f"written by {before} ranks with 1 batches of 4 in a step, these are {after} with 1 of 4"
+    size, count = more.get("per_device_train_batch_size", 4), more.get("gradient_accumulation_steps", 1)
+    said = f"written by {before} ranks with 1 batches of 4 in a step, these are {after} with {count} of {size}"
     assert said in results[0].output
-    found: Counter[str] = Counter()
-    for name, lines in seen(job.folder).items():
-        if name.startswith("losses"):
-            found.update(sample for _, _, samples in lines for sample in samples)
-    assert len(found) == 48
-    assert set(found.values()) == {1}
+    assert f"({4 * before * steps} samples of this epoch are done)" in results[0].output
+    assert "come again" not in results[0].output
+    assert _samples(job) == Counter(set(_samples(job))), "each once"
+    assert len(_samples(job)) == 44
+    end = seen(job.folder)["end-0.json"]
+    assert end["steps"] == steps + math.ceil((44 - 4 * before * steps) / (size * count * after))
+    assert end["epoch"] == 1
+
+
+def test_other_ranks_are_stopped_too(job: HfJob) -> None:
+    """From where they took over it is exact again, and the epochs after it have all their steps."""
+    job = replace(job, samples=44)
+    stopped(job, *told(3))
+    there = Path(job.folder).rename(job.folder + "-1")
+    again = replace(job, folder=job.folder + "-2")
+    shutil.copytree(there, job.folder)
+    shutil.copytree(there, again.folder)
+    stopped(job, *told(2, rank=1), ranks=2)
+    found = goes_on(job, 2)
+    assert found["end-0.json"]["steps"] == 3 + 4 + 6
+    assert found == goes_on(again, 2)
+
+
+def test_a_stream_on_other_ranks(tmp_path: Path) -> None:
+    job = HfJob(str(tmp_path / "job"), samples=44, stream=True).but(max_steps=4)
+    stopped(job, *told(1), ranks=2)
+    for result in attempt(job, ranks=3):
+        assert result.ok, str(result)
+    assert _samples(job) == Counter(set(_samples(job)))
+    assert len(_samples(job)) == 44
 
 
 def test_accumulation_on_ranks(job: HfJob) -> None:

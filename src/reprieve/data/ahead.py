@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from reprieve.data.dealing import Dealing
 from reprieve.data.loader import LoaderPass, LoaderSource
 from reprieve.data.passes import Enter, Pass
 
@@ -37,6 +38,7 @@ class PreparedSource:
         """Batches of the real loader in one of this."""
         self.wraps = several and not loader._drop_last
         """The last batch is filled up with samples of the first."""
+        self.dealing = None if loader.__dict__.get("skip_batches") else Dealing(loader.base_dataloader, self.stride)
         # Those that count epochs are those that fetch ahead.
         self.base = LoaderSource(
             loader.base_dataloader, ignore, owner=loader, ahead=self.stride if self.counts_epochs else 0
@@ -68,8 +70,9 @@ class PreparedPass(Pass):
         self._source = source
         loader = source.loader
         self._skipped = int(loader.__dict__.get("skip_batches", 0))
-        # A position of other ranks, or of a stock checkpoint, has no first samples: all is read again.
-        sought = self._yielded > 0 and ("first" in self._saved or not source.wraps)
+        # A position of a stock checkpoint has no first samples: all is read again.
+        since = self._yielded - self._at
+        sought = since > 0 and ("first" in self._saved or not source.wraps)
         self._first: list[Any] = list(self._saved["first"]) if sought and source.wraps else []
         """The samples that the last batch is filled up with: from the beginning of batches of the real loader."""
         self._missing = source.ranks
@@ -77,19 +80,21 @@ class PreparedPass(Pass):
         inner = dict(saved) if saved else None
         if inner is not None:
             inner["consumed"] = self._read(self._yielded) if sought else 0
+            if self._dealt is not None:
+                inner["dealt"] = {**self._dealt, "at": 0}
         self._inner: LoaderPass = source.base.start(inner, enter)
         self._copy = object.__new__(type(loader))
         self._copy.__dict__.update(loader.__dict__)
         self._copy.__dict__["base_dataloader"] = _Base(loader.base_dataloader, self._batches_of_base)
-        if self._yielded:
-            self._copy.__dict__["skip_batches"] = int(source.wraps) if sought else self._yielded + self._skipped
+        if since:
+            self._copy.__dict__["skip_batches"] = int(source.wraps) if sought else since + self._skipped
         self._ended = bool(self._saved.get("ended"))
         """The last batch was given out at the last mark."""
         self._batches: Iterator[Any] = iter(())
 
     def _read(self, yielded: int) -> int:
         """How many batches of the real loader these were made of."""
-        return (yielded + self._skipped) * self._source.stride
+        return (yielded - self._at + self._skipped) * self._source.stride
 
     def _begin(self) -> None:
         if "iteration" in self._saved:

@@ -15,7 +15,7 @@ from reprieve.checkpoint.rng import restore_rng
 from reprieve.data.sampling import Blank
 
 
-class _StandIn:
+class StandIn:
     """Is taken for the dataset: `isinstance`, attributes read and set (a worker_init_fn does that). Its own attributes
     have names that no dataset has."""
 
@@ -43,7 +43,7 @@ class _StandIn:
         return type(self), (self._reprieve_dataset,)
 
 
-class Answering(_StandIn):
+class Answering(StandIn):
     """A map-style dataset."""
 
     def __getitem__(self, index: Any) -> Any:
@@ -58,7 +58,7 @@ def _blank_or(getitems: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda indices: list(indices) if isinstance(indices, Blank) else getitems(indices)
 
 
-class Followed(_StandIn):
+class Followed(StandIn):
     """An iterable dataset."""
 
     def __init__(self, dataset: Any, items: Items) -> None:

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 from reprieve.checkpoint.rng import RngSnapshot, capture_rng, snapshot_rng
 from reprieve.data.children import end, starting
 from reprieve.data.datasets import Answering, Followed, Items, is_stateful
+from reprieve.data.dealing import Dealing, behind, size_of
 from reprieve.data.passes import Enter, Pass
 from reprieve.data.randomness import Randomness, restore_global
 from reprieve.data.replay import read_again
@@ -53,6 +54,7 @@ class LoaderSource:
         self.count: int = loader.num_workers
         self.persistent: bool = self.count > 0 and loader.persistent_workers
         self.iterable = isinstance(loader.dataset, IterableDataset)
+        self.dealing = Dealing(loader)
         self.indices = Indices()
         self.items = Items()
         self.made: Mapping[str, Any] | None = None
@@ -104,9 +106,14 @@ class LoaderSource:
             return ()
         return states or ()
 
-    def iterate(self, plan: Plan, states: Sequence[Mapping[str, Any]], position: Any) -> Iterator[Any]:
-        """A new iterator of torch's, over a copy of the loader as it is now."""
+    def iterate(
+        self, plan: Plan, states: Sequence[Mapping[str, Any]], position: Any, done: Sequence[int] | None
+    ) -> Iterator[Any]:
+        """A new iterator of torch's, over a copy of the loader as it is now. `done`: the samples that come before what
+        it deals out."""
         loader = self.loader
+        if done is not None:
+            loader = _changed(loader, behind(loader, done) or {})
         auto = loader.batch_sampler is not None
         self.indices.inner = loader.batch_sampler if auto else loader.sampler
         self.indices.plan = plan
@@ -188,10 +195,10 @@ class LoaderPass(Pass):
         self._begun = True
 
     def _begin(self) -> None:
-        source, saved, count = self._source, self._saved, self._yielded
+        source, saved, count = self._source, self._saved, self._yielded - self._at
         if saved.get("ended"):
             return
-        entry = capture_rng({}) if count else None
+        entry = capture_rng({}) if count or self._dealt else None
         if "start" in saved:
             source.forget_workers()
             source.rng.restore(saved["start"])
@@ -226,8 +233,10 @@ class LoaderPass(Pass):
             plan = Plan(count, count % source.count if source.count else 0, begin)
         else:
             plan = Plan(0, (last + 1) % source.count if last is not None else 0, begin)
-        self._batches = source.iterate(plan, states, position)
-        if source.iterable and position is None and last is None:
+        unknown = source.iterable and position is None and last is None
+        done = self._dealt["samples"] if self._dealt and (unknown or not source.iterable) else None
+        self._batches = source.iterate(plan, states, position, done)
+        if unknown:
             read_again(self._batches, count, f"the dataset {type(source.loader.dataset).__name__}")
         if not source.count:
             source.indices.follow_plan()
@@ -237,7 +246,7 @@ class LoaderPass(Pass):
             # They were fetched before the mark, so it is done again with the random numbers of then.
             if saved["ahead"] is not None:
                 restore_global(saved["ahead"])
-            self._before.append(_Before(count, saved["ahead"], position))
+            self._before.append(_Before(self._yielded, saved["ahead"], position))
             self._fetched.extend(islice(self._batches, source.ahead))
             self._in_flight = len(self._fetched)
 
@@ -265,7 +274,13 @@ class LoaderPass(Pass):
 
     def _state(self) -> dict[str, Any]:
         source, ahead = self._source, self._yielded - self._marked
-        state: dict[str, Any] = {"start": self._start, "reused": self._reused, "ended": self.exhausted and not ahead}
+        state: dict[str, Any] = {
+            "start": self._start,
+            "reused": self._reused,
+            "ended": self.exhausted and not ahead,
+            "read": self._marked - self._at,
+            "size": size_of(source.loader),
+        }
         before = next((one for one in self._before if one.number == self._marked), None)
         if ahead and source.ahead:
             state["ahead"] = (

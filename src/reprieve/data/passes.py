@@ -20,6 +20,9 @@ class Pass(ABC):
         self._saved: Mapping[str, Any] = saved or {}
         self._enter = enter
         self._yielded = self._marked = int(self._saved.get("consumed", 0))
+        self._dealt: Mapping[str, Any] | None = self._saved.get("dealt")
+        """Its batches are others than those before it, which count as `at` (dealing.py)."""
+        self._at: int = self._dealt["at"] if self._dealt else 0
         self._begun = False
         self.exhausted = False
         """There was no further batch."""
@@ -52,7 +55,8 @@ class Pass(ABC):
         """The position at the last mark, in types that `torch.load(weights_only=True)` loads."""
         if not self._begun:
             return {"consumed": 0, **self._saved}
-        return {"consumed": self._marked, **self._state()}
+        dealt = {"dealt": self._dealt} if self._dealt else {}
+        return {"consumed": self._marked, **self._state(), **dealt}
 
     @abstractmethod
     def _begin(self) -> None:

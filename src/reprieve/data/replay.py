@@ -14,14 +14,15 @@ _PATIENCE_S = 1.0
 """What is done in this time needs no bar."""
 
 
-def read_again(batches: Iterator[Any], count: int, what: str) -> None:
-    """Read `count` batches and drop them. Shows how far it is where somebody looks at the terminal."""
+def read_again(batches: Iterator[Any], count: int, what: str, unit: str = "batches") -> None:
+    """Read `count` batches and drop them, or samples. Shows how far it is where somebody looks at the terminal."""
     if count:
         log.warning(
-            "%s has no state_dict and load_state_dict: %d batches are read again to find the position. "
+            "%s has no state_dict and load_state_dict: %d %s are read again to find the position. "
             "With these two methods it would be found at once, and exactly, whatever is drawn at random on the way",
             what,
             count,
+            unit,
         )
     began = time.monotonic()
     for done in range(count):

@@ -7,6 +7,7 @@ first does what its control's flags say was still due.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -32,11 +33,15 @@ class Resuming:
         self.path = starting.point(session, restored, asked)
         """The checkpoint to load."""
         self.given = os.fspath(asked) if isinstance(asked, (str, os.PathLike)) else None
-        self.place = starting.place(restored, trainer) if restored is not None else None
+        self._restored = restored
+        self._saved = restored.values.get("transformers") if restored is not None else None
+        self.place: Mapping[str, Any] | None = self._saved
         """Where the process before was; None: nowhere, or we are there again."""
-        self._exact = self.place is not None
-        """That is known, and it is not only known what stock checkpoints say."""
-        if restored is not None and not self._exact:
+        self._length: int | None = None
+        """Of the epoch that was interrupted, in batches, where that is another than of all epochs."""
+        self.more_steps = 0
+        """Than epochs of so many have: some were done in steps of another size."""
+        if restored is not None and self._saved is None:
             log.warning("%s was saved by other means: it is resumed as stock transformers does", restored.path)
         session.restored(restored)
         if session.finished:
@@ -68,15 +73,36 @@ class Resuming:
     def _check_loaded(self, result: Any) -> None:
         loading.complete(self._trainer.model, result, self._loading)
 
-    def initial_training_values(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def initial_training_values(self, loader: Seeking, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """How much there is to do. Steps of another size than those that are done count as what they are."""
-        *others, max_steps = self._real["set_initial_training_values"](*args, **kwargs)
-        resumed, arguments = self.place, self._trainer.args
-        if resumed is not None and "steps" in resumed and arguments.max_steps <= 0:
-            in_epoch = resumed["position"]["consumed"] // arguments.gradient_accumulation_steps
-            done = resumed["epoch"] * others[1] + in_epoch
-            max_steps += resumed["steps"] - done
-        return (*others, max_steps)
+        *others, batches, max_steps = self._real["set_initial_training_values"](*args, **kwargs)
+        if self._saved is not None:
+            assert self._restored is not None
+            self.place = starting.place(self._saved, self._restored.step, self._trainer, loader)
+            self._find_length(loader, batches)
+            self.more_steps = self._count_more_steps(others[1])
+            max_steps += self.more_steps if self._trainer.args.max_steps <= 0 else 0
+        return (*others, batches, max_steps)
+
+    def _find_length(self, loader: Seeking, batches: int) -> None:
+        """Of the epoch that was interrupted; another one has so many batches."""
+        assert self.place is not None
+        position = self.place["position"]
+        self._length = loader.length(position) if "dealt" in position else None
+        if self._length is not None and (position.get("ended") or self._length == position["consumed"]):
+            self._length = None
+            self.place = {**self.place, "position": {**position, "consumed": batches, "ended": True}}
+
+    def _count_more_steps(self, in_epoch: int) -> int:
+        assert self.place is not None
+        if "others" not in self.place:
+            return int(self.place.get("more_steps", 0))
+        done = self.place["epoch"] * in_epoch + self._steps(self.place["position"]["consumed"])
+        longer = self._steps(self._length) - in_epoch if self._length is not None else 0
+        return int(self.place["others"] - done + longer)
+
+    def _steps(self, batches: int) -> int:
+        return math.ceil(batches / int(self._trainer.args.gradient_accumulation_steps))
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Where the loop goes on: in which epoch, and at which batch of it."""
@@ -91,7 +117,7 @@ class Resuming:
         return self.place["epoch"], self.place["position"]["consumed"]
 
     def _load_rng_state(self, path: str | None) -> None:
-        if not self._exact:
+        if self._saved is None:
             self._real["_load_rng_state"](path)
 
     def enter(self, loader: Seeking, epoch: dict[str, Any]) -> bool:
@@ -112,6 +138,8 @@ class Resuming:
         if resumed["ended"]:
             loader.go_on(None, lambda: None)
             return True
+        if self._length is not None:
+            epoch["steps_in_epoch"], epoch["num_update_steps_per_epoch"] = self._length, self._steps(self._length)
         rng = capture_rng({})
         loader.go_on(resumed["position"], lambda: restore_rng(rng, {}))
         if control.should_epoch_stop or control.should_training_stop:

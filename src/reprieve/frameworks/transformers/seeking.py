@@ -36,6 +36,12 @@ class Seeking:
             self._position = {"consumed": count}
         return self
 
+    def deal_again(self, position: Mapping[str, Any], multiple: int) -> dict[str, Any] | None:
+        return self._source.deal_again(position, multiple)
+
+    def length(self, position: Mapping[str, Any]) -> int | None:
+        return self._source.length(position)
+
     def mark(self) -> None:
         """What was given out belongs to completed steps."""
         if self._going is not None:

@@ -22,6 +22,7 @@ from reprieve.checkpoint.verify import verify
 from reprieve.config import format_size
 from reprieve.errors import ConfigError, StateMismatch
 from reprieve.frameworks.session import Session
+from reprieve.frameworks.transformers.seeking import Seeking
 from reprieve.progress.bar import terminal
 from reprieve.settings import ALL, NEVER, Settings, resolve
 
@@ -94,29 +95,45 @@ def point(session: Session, restored: Restored | None, asked: Any) -> str | None
     return os.fspath(restored.path)
 
 
-def place(restored: Restored, trainer: Any) -> Mapping[str, Any] | None:
-    """Where the loop was, in the batches of this process: they may be others now, of other ranks. Then `steps` says how
-    many steps were done with those before."""
-    saved: Mapping[str, Any] | None = restored.values.get("transformers")
-    if saved is None:
-        return None
-    ranks, size, count = trainer.args.world_size, trainer._train_batch_size, trainer.args.gradient_accumulation_steps
-    if trainer.args.auto_find_batch_size:
-        size = saved["batch_size"]  # what was found before is where it begins again
+def place(saved: Mapping[str, Any], step: int, trainer: Any, loader: Seeking) -> Mapping[str, Any]:
+    """Where the loop was, in the batches of this process: they may be others now, of other ranks. Then `others` says
+    how many steps were done with those before."""
+    args = trainer.args
+    ranks, size, count = args.world_size, trainer._train_batch_size, args.gradient_accumulation_steps
     if (ranks, size, count) == (saved["world_size"], saved["batch_size"], saved["accumulation"]):
         return saved
     position = saved["position"]
-    samples = position["consumed"] * saved["world_size"] * saved["batch_size"]
+    done = position["consumed"] * saved["world_size"] * saved["batch_size"]
+    dealt, again = loader.deal_again(position, count), 0
+    if dealt is None:
+        batches = done // (ranks * size) // count * count
+        again = done - batches * ranks * size
+        dealt = {name: position[name] for name in ("start", "iteration") if name in position}
+        dealt["consumed"] = batches
+    elif position["consumed"]:
+        done = sum(dealt["dealt"]["samples"])
     log.warning(
         "the checkpoint was written by %d ranks with %d batches of %d in a step, these are %d with %d of %d: the run "
         "goes on at the same place in the data (%d samples of this epoch are done), but no longer bit for bit as it "
         "would%s",
-        saved["world_size"], saved["accumulation"], saved["batch_size"], ranks, count, size, samples,
-        f"; {left} of them come again" if (left := samples % (ranks * size)) else "",
+        saved["world_size"], saved["accumulation"], saved["batch_size"], ranks, count, size, done,
+        f"; {again} of them come again" if again else _reordered(saved, trainer),
     )  # fmt: skip
-    same = {name: position[name] for name in ("start", "iteration") if name in position}
-    there = {**same, "consumed": samples // (ranks * size)}
-    return {**saved, "position": there, "source": None, "buckets": [], "steps": restored.step}
+    source = {name: value for name, value in saved["source"].items() if name not in ("made", "workers")}
+    return {**saved, "position": dealt, "source": source, "buckets": [], "others": step}
+
+
+def _reordered(saved: Mapping[str, Any], trainer: Any) -> str:
+    in_step = trainer._train_batch_size * trainer.args.gradient_accumulation_steps
+    if not _groups(trainer.args) or in_step == saved["batch_size"] * saved["accumulation"]:
+        return ""
+    return ". Samples grouped by length come in another order in such steps: of this epoch some come again, some not"
+
+
+def _groups(args: Any) -> bool:
+    """By length; versions say it in two ways."""
+    said = getattr(args, "train_sampling_strategy", "group_by_length" * getattr(args, "group_by_length", False))
+    return bool(said == "group_by_length")
 
 
 def step_of(checkpoint: str | None) -> int | None:

@@ -126,7 +126,7 @@ class Training:
         """Which loader is trained with: callbacks may ask for others."""
         told = given(self._real["set_initial_training_values"], args, kwargs)
         self._loader = next(one for one in told.values() if isinstance(one, Seeking))
-        return self._resuming.initial_training_values(*args, **kwargs)
+        return self._resuming.initial_training_values(self._loader, *args, **kwargs)
 
     def begun(self) -> None:
         """on_train_begin: everything is loaded, and nothing trained."""
@@ -328,6 +328,7 @@ class Training:
             "world_size": trainer.args.world_size,
             "batch_size": trainer._train_batch_size,
             "accumulation": trainer.args.gradient_accumulation_steps,
+            "more_steps": self._resuming.more_steps,
             "seconds": self._earlier_s + time.monotonic() - self._began,
             "given": self._resuming.given,
             "followers": followers.ids(trainer),
