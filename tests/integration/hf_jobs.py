@@ -55,6 +55,8 @@ class HfJob:
     """Of an EarlyStoppingCallback."""
     swapping: bool = False
     """An optimizer that holds other weights in evaluations."""
+    scaling: bool = False
+    """The loss, so far up that steps are skipped again and again (accelerate itself does that on GPUs only)."""
     raising: int | None = None
     """At this step a callback raises when it is asked for its state."""
     trainings: int = 1
@@ -97,6 +99,7 @@ def train(job: HfJob) -> None:
         "best": Path(state.best_model_checkpoint).name if state.best_model_checkpoint else None,
         "best_metric": state.best_metric,
         "epoch": state.epoch,
+        "scale": trainer.accelerator.scaler.get_scale() if job.scaling else None,
     }
     (folder / f"end-{rank}.json").write_text(json.dumps(found))
 
@@ -115,6 +118,8 @@ def make(job: HfJob) -> Any:
     if job.sharded:
         shard_on_cpus()
     trainer = MAKERS[job.trainer](job, arguments)
+    if job.scaling:
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=3)
     trainer.add_callback(Counting(job.raising))
     if job.sharded:
         trainer.add_callback(SeesShards())

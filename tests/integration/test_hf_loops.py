@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from reprieve.errors import ConfigError
+from reprieve.testing import pause
 
 from .hf_jobs import Asking, HfJob, seen
 from .hf_kit import attempt, checkpoints, goes_on, stopped, undisturbed
@@ -86,6 +87,22 @@ def test_an_optimizer_that_swaps_weights(job: HfJob) -> None:
     _exact(replace(job, swapping=True), ("prediction", 1), ("forward", 4))
 
 
+def test_an_optimizer_without_a_schedule(job: HfJob) -> None:
+    """It evaluates other weights than it trains."""
+    _exact(
+        job.but(optim="schedule_free_adamw", lr_scheduler_type="constant"),
+        ("forward", 3), ("prediction", 1), ("forward", 4),
+    )  # fmt: skip
+
+
+def test_a_loss_that_is_scaled(job: HfJob) -> None:
+    job = replace(job.but(max_grad_norm=0), scaling=True)
+    _exact(job, ("forward", 2), ("forward", 3), ("prediction", 1), ("forward", 4))
+    found = seen(job.folder)["end-0.json"]
+    assert found["scale"] != 2.0**127
+    assert {"scaler.pt"} < {path.name for path in (job.output / "checkpoint-30").iterdir()}
+
+
 def test_a_finished_job_trains_no_more(job: HfJob) -> None:
     job = job.but(**BEST)
     expected = goes_on(job)
@@ -104,6 +121,14 @@ def test_a_finished_job_goes_on_when_more_is_asked_for(job: HfJob) -> None:
 def test_two_trainings_in_a_script(job: HfJob, nth: int) -> None:
     """30 steps each; the second goes on with the model of the first, and from its own checkpoints."""
     _exact(replace(job, trainings=2), ("forward", nth))
+
+
+def test_checkpoints_by_time(job: HfJob) -> None:
+    """The fifth step alone takes longer."""
+    job = replace(job.but(save_strategy="no"), options=(("every", "1s"),))
+    assert attempt(job, pause(0, "forward", 1.2, nth=5))[0].ok
+    assert "checkpoint-5" in checkpoints(job)
+    assert seen(job.folder) == undisturbed(job.but(save_strategy="no"))
 
 
 def test_checkpoints_by_our_own_schedule(job: HfJob) -> None:

@@ -72,9 +72,17 @@ class Before:
         for one, attributes in self._callbacks:
             for name, value in attributes.items():
                 setattr(one, name, value)
-        if callable(getattr(trainer.optimizer, "train", None)):
-            trainer.optimizer.train()  # those without a schedule hold other weights in an evaluation
+        self._weights_for_training()
         put_back(trainer, self.moment)
+
+    def _weights_for_training(self) -> None:
+        """Optimizers without a schedule hold other weights in an evaluation. There and back is not exact: one whose
+        state says which these are is left with them, and finds them when it evaluates again."""
+        optimizer = self._trainer.optimizer
+        if callable(getattr(optimizer, "train", None)) and not all(
+            "train_mode" in one for one in optimizer.param_groups
+        ):
+            optimizer.train()
 
 
 def _plain(value: Any) -> Any:
