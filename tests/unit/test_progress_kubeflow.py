@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,25 @@ def test_it_is_never_too_large() -> None:
     data = body(progress(train={**ODD_NUMBERS, **many}))
     assert len(data) <= MOST_BYTES
     assert status(data)["metrics"]["nan"] == "NaN"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_sdks_own_client_says_it_in_the_same_way(
+    server: StatusServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a release of the SDK sends, a controller takes."""
+    from kubeflow.trainer import update_trainjob_status
+
+    environment = server.environment(tmp_path)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    KubeflowSink(environment).update(progress())
+    ours = status(server.bodies[0])
+    assert update_trainjob_status(ours["progressPercentage"], ours["estimatedRemainingSeconds"], ours["metrics"])
+    theirs = status(server.bodies[1])
+    for told in (ours, theirs):
+        datetime.fromisoformat(told.pop("lastUpdatedTime").replace("Z", "+00:00"))
+    assert ours == theirs
 
 
 # How often
