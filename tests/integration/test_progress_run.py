@@ -46,6 +46,7 @@ for _ in run.epochs(steps={steps}):
                 one.grad = None
         time.sleep(0.02)
         run.step(loss=loss, tokens={tokens} * len(batch))
+        run.log(eval_loss=0.5)
         {then}
 """
 
@@ -129,12 +130,15 @@ def test_what_a_run_tells_from_its_start_to_its_end(job: Job) -> None:
     assert (told["checkpointing"]["savingStep"] % 40, told["resumedFrom"]) == (0, None)
     assert 0 <= told["checkpointing"]["savingPercentage"] <= 100
     assert 20 < told["samplesPerSecond"] < 200, "four in a little more than 20 ms, on a busy machine"
+    assert told["evalMetrics"] == {"eval_loss": 0.5}
+    assert set(told["trainMetrics"]) == {"loss"}
     assert told["tokensPerSecond"] == pytest.approx(TOKENS * told["samplesPerSecond"])
     job.when(lambda told: told["checkpointing"]["checkpointsCreated"] > KEEP)
     assert job.terminate() == 143
 
     told, [newest, *_] = job.file(), job.valid()
     assert (told["state"], told["reason"], told["saved"], told["step"]) == ("stopped", "SIGTERM", True, newest.step)
+    assert float(told["validationLoss"]) == 0.5
     assert min(float(told["samplesPerSecond"]), float(told["tokensPerSecond"])) > 0
     assert told["checkpointing"]["latestCheckpoint"] == str(newest.path)
     assert told["checkpointing"]["savingStep"] is None

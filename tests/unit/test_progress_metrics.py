@@ -42,17 +42,17 @@ def test_names_of_training(tracker: Tracker, logged: dict[str, Any], name: str, 
     ("found", "name"),
     [
         ({"eval_loss": 0.5}, "validation_loss"),
-        ({"loss": 0.5}, "validation_loss"),
+        ({"val_loss": 0.5, "loss": 9.0}, "validation_loss"),
         ({"eval_accuracy": 0.5}, "validation_accuracy"),
         ({"eval_mean_token_accuracy": 0.5}, "validation_accuracy"),
     ],
 )
 def test_names_of_an_evaluation(tracker: Tracker, found: dict[str, Any], name: str) -> None:
-    tracker.evaluation(found)
+    tracker.metrics(found)
     told = tracker.snapshot()
     assert getattr(told, name) == 0.5
-    assert told.loss is None
-    assert told.evaluation == found
+    assert told.loss == found.get("loss")
+    assert told.evaluation == {one: value for one, value in found.items() if one != "loss"}
 
 
 def test_everything_that_was_logged_is_kept_as_plain_numbers(tracker: Tracker) -> None:

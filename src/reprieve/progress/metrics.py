@@ -16,11 +16,16 @@ TRAIN: Mapping[str, tuple[str, ...]] = {
 }
 """By what names they are logged: Transformers' and TRL's first."""
 EVALUATION: Mapping[str, tuple[str, ...]] = {
-    "validation_loss": ("eval_loss", "validation_loss", "val_loss", "loss"),
-    "validation_accuracy": (
-        "eval_accuracy", "eval_mean_token_accuracy", "validation_accuracy", "val_accuracy", "accuracy",
-    ),
-}  # fmt: skip
+    "validation_loss": ("eval_loss", "validation_loss", "val_loss"),
+    "validation_accuracy": ("eval_accuracy", "eval_mean_token_accuracy", "validation_accuracy", "val_accuracy"),
+}
+_OF_EVALUATIONS = ("eval_", "validation_", "val_")
+
+
+def by_origin(metrics: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Those of training, and those of evaluations."""
+    evaluation = {name: value for name, value in metrics.items() if str(name).startswith(_OF_EVALUATIONS)}
+    return {name: value for name, value in metrics.items() if name not in evaluation}, evaluation
 
 
 def detached(metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any
 from reprieve.clock import Clock, SystemClock
 from reprieve.progress.facts import FAILED, FINISHED, STARTING, STOPPED, TRAINING, Checkpoints, Progress
 from reprieve.progress.left import left
-from reprieve.progress.metrics import EVALUATION, TRAIN, detached, named, plain
+from reprieve.progress.metrics import EVALUATION, TRAIN, by_origin, detached, named, plain
 from reprieve.progress.pace import Pace
 
 
@@ -99,16 +99,12 @@ class Tracker:
     # On any thread
 
     def metrics(self, metrics: Mapping[str, Any]) -> None:
-        """What training logged: numbers, NumPy scalars or tensors of one element. A tensor on a GPU is read on another
-        thread; give numbers where CUDA graphs are captured."""
+        """What was logged: numbers, NumPy scalars or tensors of one element. Some names say that it is of an evaluation
+        (`eval_loss`). A tensor on a GPU is read on another thread; give numbers where CUDA graphs are captured."""
+        train, evaluation = by_origin(detached(metrics))
         with self._lock:
-            self._train = {**self._train, **detached(metrics)}
-        self._touch()
-
-    def evaluation(self, metrics: Mapping[str, Any]) -> None:
-        """What an evaluation found."""
-        with self._lock:
-            self._evaluation = {**self._evaluation, **detached(metrics)}
+            self._train = {**self._train, **train}
+            self._evaluation = {**self._evaluation, **evaluation}
         self._touch()
 
     def saved(self, path: object, size: int | None = None, at: float | None = None) -> None:

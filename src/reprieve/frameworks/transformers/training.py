@@ -357,10 +357,7 @@ class Training:
 
     def logged(self, logs: Mapping[str, Any]) -> None:
         """on_log."""
-        tracker = self._session.telling.tracker
-        of_evaluation = {name: value for name, value in logs.items() if name.startswith("eval_")}
-        tracker.evaluation(of_evaluation)
-        tracker.metrics({name: value for name, value in logs.items() if name not in of_evaluation})
+        self._session.telling.tracker.metrics(logs)
 
 
 def _as(real: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
