@@ -125,15 +125,10 @@ def place(saved: Mapping[str, Any], step: int, trainer: Any, loader: Seeking) ->
 
 def _reordered(saved: Mapping[str, Any], trainer: Any) -> str:
     in_step = trainer._train_batch_size * trainer.args.gradient_accumulation_steps
-    if not _groups(trainer.args) or in_step == saved["batch_size"] * saved["accumulation"]:
+    grouped = trainer.args.train_sampling_strategy == "group_by_length"
+    if not grouped or in_step == saved["batch_size"] * saved["accumulation"]:
         return ""
     return ". Samples grouped by length come in another order in such steps: of this epoch some come again, some not"
-
-
-def _groups(args: Any) -> bool:
-    """By length; versions say it in two ways."""
-    said = getattr(args, "train_sampling_strategy", "group_by_length" * getattr(args, "group_by_length", False))
-    return bool(said == "group_by_length")
 
 
 def step_of(checkpoint: str | None) -> int | None:
