@@ -174,7 +174,7 @@ def test_a_rank_that_takes_long_to_save(job: Job) -> None:
     _stopped(first, "saved step 3")
     _stopped(slow, "saved step 3")
     assert seconds - 1 < slow.seconds
-    assert abs(first.seconds - slow.seconds) < 1.0
+    assert abs(first.seconds - slow.seconds) < 2.0
     assert checkpoints(job) == [3]
     results = run_ranks(2, train, job)
     assert all(result.ok for result in results), str(results[0])

@@ -214,10 +214,10 @@ def test_a_launcher_that_does_not_read_holds_up_no_step(listener: Listener, repo
         rank.step(step)
     began = time.monotonic()
     rank.tell(report.SAVED, step=7)
-    assert 0.5 < time.monotonic() - began < 1.5
+    assert 0.5 < time.monotonic() - began < 5
     began = time.monotonic()
     rank.step(MANY)
-    assert time.monotonic() - began < 0.1, "the patience of the last report is not this one's"
+    assert time.monotonic() - began < 0.4, "the patience of the last report is not this one's"
 
     listener.read()
     rank.tell(report.SAVED, step=8)
