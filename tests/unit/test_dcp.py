@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import logging
 import os
@@ -27,6 +28,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItemType
 
 import reprieve
+from reprieve.checkpoint import survey
 from reprieve.checkpoint.blocks import BLOCK_BYTES, BlockPool
 from reprieve.checkpoint.manifest import MANIFEST, SENTINEL
 from reprieve.checkpoint.verify import verify
@@ -543,6 +545,24 @@ def test_a_crash_between_the_two_renames(tmp_path: Path, caplog: pytest.LogCaptu
     assert sorted(os.listdir(tmp_path)) == ["last"]
     assert "config.json" in os.listdir(path)
     assert bits(load(StorageReader(path))) == bits(a_state(3))
+
+
+def test_storage_that_does_not_let_us_look_after_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old one is not taken for the newest."""
+    path = tmp_path / "last"
+    save(path, 1)
+    save(tmp_path / "new", 2)
+    path.rename(folder.replaced(path))
+    (tmp_path / "new").rename(folder.saving(path))
+    with monkeypatch.context() as patch:
+        patch.setattr(survey, "read_manifest", _stale)
+        with pytest.raises(dcp.CheckpointException, match="Stale"):
+            load(StorageReader(path))
+    assert bits(load(StorageReader(path))) == bits(a_state(2))
+
+
+def _stale(path: Path) -> None:
+    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
 
 
 def test_what_is_not_ours_is_not_swept_away(tmp_path: Path) -> None:

@@ -135,6 +135,8 @@ def whole_at(target: Path) -> Path:
         # Without its sentinel it may be whole, or a crash came before its names were durable: the manifest tells.
         if saving(target).is_dir():
             found = look_at(saving(target))
+            if found.refused is not None:
+                raise found.refused  # it may be the whole one
             if found.manifest is not None and found.problem is None:
                 return found.path
         if replaced(target).is_dir():
