@@ -44,6 +44,13 @@ def test_a_plain_loader() -> None:
     assert [batch["index"].tolist() for batch in DataSource(loader).start(one.state())] == [[17, 18, 19, 20, 21], [22]]
 
 
+def test_dealt_out_again_before_anything_was_given_out() -> None:
+    position = _known(DataLoader(Plain(23), 5))
+    assert position is not None
+    source = DataSource(DataLoader(Plain(23), 3))
+    assert source.deal_again(source.start(position).state(), 1) == {"consumed": 4, "dealt": {"samples": [12], "at": 4}}
+
+
 def test_the_number_of_batches_is_a_multiple() -> None:
     position = DataSource(DataLoader(Plain(23), 2)).deal_again(KNOWN, 4)
     assert position == {"consumed": 4, "dealt": {"samples": [12], "at": 4}}

@@ -58,21 +58,18 @@ class Dealing:
     def _done(self, position: Mapping[str, Any]) -> list[int] | None:
         """The samples that are done, of each worker that reads a stream."""
         workers = self._loader.num_workers if self._stream else 0
+        parts = max(workers, 1)
+        dealt = position.get("dealt", {"samples": [0] * parts, "at": 0})
+        before: list[int] = dealt["samples"] if self._stream else [sum(dealt["samples"])]
+        if position["consumed"] == dealt["at"] and len(before) == parts:
+            return before
+        if position.get("size") is None or len(before) != parts:
+            return None
         if self._stream and len(position.get("workers", ())) != workers:
             return None  # others read other parts
-        before: Sequence[int] = position.get("dealt", {}).get("samples", ())
-        parts = max(workers, 1)
-        if not self._stream:
-            before = [sum(before)]
-        elif before and len(before) != parts:
-            return None
-        if not position["consumed"]:
-            return [*before] or [0] * parts
-        if position.get("size") is None:
-            return None
         read, size = position["read"], position["size"]
         reads = [read // parts + (worker < read % parts) for worker in range(parts)]
-        return [(before[worker] if before else 0) + size * reads[worker] for worker in range(parts)]
+        return [done + size * more for done, more in zip(before, reads, strict=True)]
 
     def _left(self, dealt: Mapping[str, Any]) -> int:
         """In batches of the loader."""
