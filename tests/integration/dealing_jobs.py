@@ -74,11 +74,13 @@ CASES: Mapping[str, Case] = {
     "map, workers": Case(Numbers, {"num_workers": 2}),
     "map, drop_last": Case(Numbers, {"drop_last": True}),
     "map, dispatched": Case(Numbers, {}, {"dispatch_batches": True}),
+    "map, dispatched, drop_last": Case(Numbers, {"drop_last": True}, {"dispatch_batches": True}),
     "map, split": Case(Numbers, {}, {"split_batches": True}),
     "stream": Case(Stream),
     "stream, sized": Case(Sized),
     "stream, workers": Case(Stream, {"num_workers": 2}),
     "stream, each reads": Case(Stream, {}, {"dispatch_batches": False}),
+    "stream, sized, each reads": Case(Sized, {}, {"dispatch_batches": False}),
     "knowing": Case(Knowing),
     "knowing, workers": Case(Knowing, {"num_workers": 2}),
 }

@@ -96,7 +96,7 @@ def test_another_batch_size_of_samples_that_are_grouped(job: HfJob) -> None:
     stopped(job, *told(2))
     result = attempt(job.but(per_device_train_batch_size=8))[0]
     assert result.ok, str(result)
-    assert "Samples grouped by length come in another order in such steps" in result.output
+    assert "samples grouped by length come in another order in such steps" in result.output
 
 
 @pytest.mark.parametrize(("before", "after", "steps"), [(1, 2, 22), (2, 1, 24)])

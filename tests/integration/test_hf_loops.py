@@ -103,6 +103,12 @@ def test_a_loss_that_is_scaled(job: HfJob) -> None:
     assert {"scaler.pt"} < {path.name for path in (job.output / "checkpoint-30").iterdir()}
 
 
+def test_data_that_nobody_wants_to_wait_for(job: HfJob) -> None:
+    """It does not have to be skipped."""
+    stopped(job.but(ignore_data_skip=True), *told(4))
+    assert goes_on(job.but(ignore_data_skip=True)) == undisturbed(job)
+
+
 def test_a_finished_job_trains_no_more(job: HfJob) -> None:
     job = job.but(**BEST)
     expected = goes_on(job)

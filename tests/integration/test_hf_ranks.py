@@ -7,6 +7,7 @@ import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,6 +70,53 @@ def test_other_ranks_are_stopped_too(job: HfJob) -> None:
     found = goes_on(job, 2)
     assert found["end-0.json"]["steps"] == 3 + 4 + 6
     assert found == goes_on(again, 2)
+
+
+def test_other_batches_that_one_rank_reads(tmp_path: Path) -> None:
+    """The ranks that read nothing are at the same place."""
+    job = HfJob(str(tmp_path / "job"), samples=48).but(accelerator_config={"dispatch_batches": True})
+    stopped(job, *told(3, rank=1), ranks=2)
+    found = goes_on(job.but(per_device_train_batch_size=2), 2)
+    assert found["end-0.json"]["steps"] == 3 + 6 + 12
+    assert found["end-0.json"]["weights"] == found["end-1.json"]["weights"]
+
+
+@pytest.mark.parametrize(
+    "more", [{"accelerator_config": {"use_seedable_sampler": False}}, {"train_sampling_strategy": "group_by_length"}]
+)
+def test_an_order_that_is_drawn(tmp_path: Path, more: dict[str, Any]) -> None:
+    """At the beginning of the pass, and not again at its middle."""
+    job = HfJob(str(tmp_path / "job"), samples=44).but(num_train_epochs=1, gradient_accumulation_steps=2, **more)
+    stopped(job, *told(3))
+    goes_on(job.but(per_device_train_batch_size=8, gradient_accumulation_steps=1))
+    assert _samples(job) == Counter(set(_samples(job)))
+    assert len(_samples(job)) == 44
+
+
+def test_other_batches_at_the_end_of_an_epoch(tmp_path: Path) -> None:
+    """Stopped in the evaluation after it."""
+    job = HfJob(str(tmp_path / "job"), samples=44).but(per_device_train_batch_size=8)
+    stopped(job, *told(1, "prediction"))
+    found = goes_on(job.but(per_device_train_batch_size=4))["end-0.json"]
+    assert (found["steps"], found["epoch"]) == (6 + 11, 2)
+
+
+def test_other_batches_and_a_limit(tmp_path: Path) -> None:
+    """12 steps may be more epochs than they would have been."""
+    job = HfJob(str(tmp_path / "job"), samples=48).but(per_device_train_batch_size=8, max_steps=12)
+    stopped(job, *told(9))
+    job = job.but(per_device_train_batch_size=4)
+    stopped(job, *told(1))
+    assert goes_on(job)["end-0.json"]["steps"] == 12
+
+
+def test_a_stream_that_each_rank_reads_in_its_own_way(tmp_path: Path) -> None:
+    """Shards of `datasets`: what others read is not known, and that is said."""
+    job = HfJob(str(tmp_path / "job"), trainer="lora", samples=48, stream=True).but(max_steps=8)
+    stopped(job, *told(2), ranks=2)
+    [result] = attempt(job)
+    assert result.ok, str(result)
+    assert "some of them may come again and some others not" in result.output
 
 
 def test_a_stream_on_other_ranks(tmp_path: Path) -> None:

@@ -38,7 +38,10 @@ class PreparedSource:
         """Batches of the real loader in one of this."""
         self.wraps = several and not loader._drop_last
         """The last batch is filled up with samples of the first."""
-        self.dealing = None if loader.__dict__.get("skip_batches") else Dealing(loader.base_dataloader, self.stride)
+        self.dealing: Dealing | None = None
+        if not loader.__dict__.get("skip_batches"):
+            drop_last = several and loader._drop_last
+            self.dealing = Dealing(loader.base_dataloader, self.stride, drop_last=drop_last, dispatched=several)
         # Those that count epochs are those that fetch ahead.
         self.base = LoaderSource(
             loader.base_dataloader, ignore, owner=loader, ahead=self.stride if self.counts_epochs else 0
@@ -145,6 +148,9 @@ class PreparedPass(Pass):
     def _state(self) -> dict[str, Any]:
         state = self._inner.state()
         del state["consumed"]
+        state["read"] = self._read(self._marked)  # by the rank that reads
+        if self._source.ranks > 1:
+            state["apart"] = 1
         if self._source.counts_epochs:
             state["iteration"] = self._iteration
             state["ended"] = self._ended

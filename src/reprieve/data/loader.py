@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 from reprieve.checkpoint.rng import RngSnapshot, capture_rng, snapshot_rng
 from reprieve.data.children import end, starting
 from reprieve.data.datasets import Answering, Followed, Items, is_stateful
-from reprieve.data.dealing import Dealing, behind, size_of
+from reprieve.data.dealing import Dealing, apart, behind, size_of
 from reprieve.data.passes import Enter, Pass
 from reprieve.data.randomness import Randomness, restore_global
 from reprieve.data.replay import read_again
@@ -54,7 +54,7 @@ class LoaderSource:
         self.count: int = loader.num_workers
         self.persistent: bool = self.count > 0 and loader.persistent_workers
         self.iterable = isinstance(loader.dataset, IterableDataset)
-        self.dealing = Dealing(loader)
+        self.dealing: Dealing | None = Dealing(loader)
         self.indices = Indices()
         self.items = Items()
         self.made: Mapping[str, Any] | None = None
@@ -107,17 +107,19 @@ class LoaderSource:
         return states or ()
 
     def iterate(
-        self, plan: Plan, states: Sequence[Mapping[str, Any]], position: Any, done: Sequence[int] | None
+        self, plan: Plan, states: Sequence[Mapping[str, Any]], position: Any, done: Mapping[str, Any] | None
     ) -> Iterator[Any]:
         """A new iterator of torch's, over a copy of the loader as it is now. `done`: the samples that come before what
         it deals out."""
         loader = self.loader
         if done is not None:
-            loader = _changed(loader, behind(loader, done) or {})
+            changes = behind(loader, done)
+            assert changes is not None
+            loader = _changed(loader, changes)
         auto = loader.batch_sampler is not None
         self.indices.inner = loader.batch_sampler if auto else loader.sampler
         self.indices.plan = plan
-        changes: dict[str, Any] = {"batch_sampler" if auto else "sampler": self.indices, "_iterator": self._iterator}
+        changes = {"batch_sampler" if auto else "sampler": self.indices, "_iterator": self._iterator}
         items = None
         if self.iterable and not isinstance(loader.dataset, IterDataPipe):
             items = self.items
@@ -172,6 +174,11 @@ class LoaderPass(Pass):
         self._fetched: deque[Any] = deque()
         """Fetched ahead before the resume, and not yet yielded."""
         self._before: deque[_Before] = deque(maxlen=_KEPT)
+        self._turns: deque[tuple[int, int]] = deque()
+        """Of workers that read a stream: the number of a batch, and who made it; until it is marked."""
+        given: Sequence[int] = self._saved.get("given", ())
+        self._given = list(given) if len(given) == source.count else [0] * source.count
+        """How many each of them made."""
 
     def mark(self, up_to: int | None = None) -> None:
         """`up_to`: so many batches, of an owner that fetches ahead. Default: all."""
@@ -181,6 +188,8 @@ class LoaderPass(Pass):
             self._in_flight = self._yielded - self._marked
             while self._held and self._held[0][0] < self._marked:
                 self._workers.saw(self._held.popleft()[1])
+        while self._turns and self._turns[0][0] < self._marked:
+            self._given[self._turns.popleft()[1]] += 1
         if self._workers.since:
             self._workers.mark()
         while self._before and self._before[0].number < self._marked:
@@ -190,7 +199,7 @@ class LoaderPass(Pass):
         """For an owner that leaves the reading to another rank: draw what a new pass draws, and that is all."""
         if self._enter is not None:
             self._enter()
-        if not self._yielded:
+        if not self._yielded and self._dealt is None:
             self._begin()
         self._begun = True
 
@@ -230,11 +239,12 @@ class LoaderPass(Pass):
         begin = (lambda: source.rng.restore(self._start)) if again else None
         position, last = saved.get("dataset"), saved.get("last") if states else None
         if not source.iterable:
-            plan = Plan(count, count % source.count if source.count else 0, begin)
+            blanks = count % source.count if source.count else 0
+            plan = Plan(count, blanks, draw=self._dealt is not None, begin=begin)
         else:
-            plan = Plan(0, (last + 1) % source.count if last is not None else 0, begin)
+            plan = Plan(0, (last + 1) % source.count if last is not None else 0, begin=begin)
         unknown = source.iterable and position is None and last is None
-        done = self._dealt["samples"] if self._dealt and (unknown or not source.iterable) else None
+        done = self._dealt if unknown or not source.iterable else None
         self._batches = source.iterate(plan, states, position, done)
         if unknown:
             read_again(self._batches, count, f"the dataset {type(source.loader.dataset).__name__}")
@@ -266,6 +276,8 @@ class LoaderPass(Pass):
                 raise
         if not source.count:
             return item
+        if source.iterable:
+            self._turns.append((self._yielded, item[1]))
         if source.ahead:
             self._held.append((self._yielded, item))
         elif item[2] is not None or item[3] is not None:
@@ -281,6 +293,8 @@ class LoaderPass(Pass):
             "read": self._marked - self._at,
             "size": size_of(source.loader),
         }
+        if source.iterable:
+            state |= {"apart": apart(source.loader), "given": list(self._given)}
         before = next((one for one in self._before if one.number == self._marked), None)
         if ahead and source.ahead:
             state["ahead"] = (

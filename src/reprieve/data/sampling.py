@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 
@@ -33,6 +33,8 @@ class Plan:
     """Batches that are consumed."""
     blanks: int = 0
     """How many workers have had their turn since worker 0."""
+    draw: bool = False
+    """The first batch of indices is asked for as well, so that the order is drawn."""
     begin: Callable[[], None] | None = None
     """Sets the random numbers that the sampler starts from; None: they are set."""
 
@@ -62,7 +64,7 @@ class _Walk:
     def __init__(self, indices: Indices) -> None:
         self._indices = indices
         # At once and not at the first index, because torch does it now, and it may draw random numbers.
-        self._inner = iter(indices.inner)
+        self._inner: Iterator[Any] = iter(indices.inner)
         self._blanks = 0
 
     def __iter__(self) -> _Walk:
@@ -84,4 +86,6 @@ class _Walk:
             plan.begin()
             self._inner = iter(self._indices.inner)
         deque(islice(self._inner, plan.skip), maxlen=0)
+        if plan.draw:
+            self._inner = chain(list(islice(self._inner, 1)), self._inner)
         self._blanks = plan.blanks

@@ -37,8 +37,6 @@ class Resuming:
         self._saved = restored.values.get("transformers") if restored is not None else None
         self.place: Mapping[str, Any] | None = self._saved
         """Where the process before was; None: nowhere, or we are there again."""
-        self._length: int | None = None
-        """Of the epoch that was interrupted, in batches, where that is another than of all epochs."""
         self.more_steps = 0
         """Than epochs of so many have: some were done in steps of another size."""
         if restored is not None and self._saved is None:
@@ -75,31 +73,21 @@ class Resuming:
 
     def initial_training_values(self, loader: Seeking, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """How much there is to do. Steps of another size than those that are done count as what they are."""
-        *others, batches, max_steps = self._real["set_initial_training_values"](*args, **kwargs)
-        if self._saved is not None:
-            assert self._restored is not None
-            self.place = starting.place(self._saved, self._restored.step, self._trainer, loader)
-            self._find_length(loader, batches)
-            self.more_steps = self._count_more_steps(others[1])
-            max_steps += self.more_steps if self._trainer.args.max_steps <= 0 else 0
-        return (*others, batches, max_steps)
-
-    def _find_length(self, loader: Seeking, batches: int) -> None:
-        """Of the epoch that was interrupted; another one has so many batches."""
-        assert self.place is not None
-        position = self.place["position"]
-        self._length = loader.length(position) if "dealt" in position else None
-        if self._length is not None and (position.get("ended") or self._length == position["consumed"]):
-            self._length = None
-            self.place = {**self.place, "position": {**position, "consumed": batches, "ended": True}}
-
-    def _count_more_steps(self, in_epoch: int) -> int:
-        assert self.place is not None
-        if "others" not in self.place:
-            return int(self.place.get("more_steps", 0))
-        done = self.place["epoch"] * in_epoch + self._steps(self.place["position"]["consumed"])
-        longer = self._steps(self._length) - in_epoch if self._length is not None else 0
-        return int(self.place["others"] - done + longer)
+        epochs, in_epoch, *rest, batches, max_steps = self._real["set_initial_training_values"](*args, **kwargs)
+        if self._restored is not None and self._saved is not None:
+            self.place = place = starting.place(self._saved, self._trainer, loader, batches)
+            step, limited = self._restored.step, self._trainer.args.max_steps > 0
+            left = self._steps(place["length"] or batches) - self._steps(place["position"]["consumed"])
+            if limited and place["changed"]:
+                place["epochs"] = place["epoch"] + 1 + math.ceil(max(max_steps - step - left, 0) / in_epoch)
+            elif place["changed"]:
+                place["more_steps"] = max(step + left - (place["epoch"] + 1) * in_epoch, step - max_steps)
+            if limited:
+                epochs = max(epochs, place.get("epochs", 0))
+            else:
+                max_steps += place.get("more_steps", 0)
+            self.more_steps = place.get("more_steps", 0)
+        return (epochs, in_epoch, *rest, batches, max_steps)
 
     def _steps(self, batches: int) -> int:
         return math.ceil(batches / int(self._trainer.args.gradient_accumulation_steps))
@@ -138,8 +126,8 @@ class Resuming:
         if resumed["ended"]:
             loader.go_on(None, lambda: None)
             return True
-        if self._length is not None:
-            epoch["steps_in_epoch"], epoch["num_update_steps_per_epoch"] = self._length, self._steps(self._length)
+        if (length := resumed["length"]) is not None:
+            epoch["steps_in_epoch"], epoch["num_update_steps_per_epoch"] = length, self._steps(length)
         rng = capture_rng({})
         loader.go_on(resumed["position"], lambda: restore_rng(rng, {}))
         if control.should_epoch_stop or control.should_training_stop:

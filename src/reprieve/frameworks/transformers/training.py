@@ -73,7 +73,8 @@ class Training:
             self._resuming = Resuming(self._trainer, session, self._real, asked)
             place = self._resuming.place
             going_on = followers.going_on(self._trainer, place["followers"] if place else {})
-            with self._hooked(), sought(), starting.bar_replaced(self._trainer), going_on:
+            data_sought = starting.data_sought(self._trainer) if place else contextlib.nullcontext()
+            with self._hooked(), sought(), data_sought, starting.bar_replaced(self._trainer), going_on:
                 result = train(self._resuming.path, *args, **kwargs)
             together = True
             return result
@@ -329,6 +330,7 @@ class Training:
             "batch_size": trainer._train_batch_size,
             "accumulation": trainer.args.gradient_accumulation_steps,
             "more_steps": self._resuming.more_steps,
+            "epochs": trainer.state.num_train_epochs,
             "seconds": self._earlier_s + time.monotonic() - self._began,
             "given": self._resuming.given,
             "followers": followers.ids(trainer),
