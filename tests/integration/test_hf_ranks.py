@@ -93,6 +93,14 @@ def test_an_order_that_is_drawn(tmp_path: Path, more: dict[str, Any]) -> None:
     assert len(_samples(job)) == 44
 
 
+def test_an_order_of_one_process_alone(job: HfJob) -> None:
+    job = job.but(num_train_epochs=1, accelerator_config={"use_seedable_sampler": False})
+    stopped(job, *told(3))
+    results = attempt(job, ranks=2)
+    assert all(result.ok for result in results), str(results[0])
+    assert "one process and several have different orders: of this epoch some come again" in results[0].output
+
+
 def test_other_batches_at_the_end_of_an_epoch(tmp_path: Path) -> None:
     """Stopped in the evaluation after it."""
     job = HfJob(str(tmp_path / "job"), samples=44).but(per_device_train_batch_size=8)

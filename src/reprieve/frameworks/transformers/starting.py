@@ -138,11 +138,16 @@ def _dealt_again(saved: Mapping[str, Any], trainer: Any, loader: Seeking) -> dic
 
 
 def _reordered(saved: Mapping[str, Any], trainer: Any) -> str:
-    in_step = trainer._train_batch_size * trainer.args.gradient_accumulation_steps
-    grouped = trainer.args.train_sampling_strategy == "group_by_length"
-    if not grouped or in_step == saved["batch_size"] * saved["accumulation"]:
+    """The order of the samples hangs on what has changed: what to say of it."""
+    args = trainer.args
+    in_step = trainer._train_batch_size * args.gradient_accumulation_steps
+    if args.train_sampling_strategy == "group_by_length" and in_step != saved["batch_size"] * saved["accumulation"]:
+        why = "samples grouped by length come in another order in such steps"
+    elif not args.accelerator_config.use_seedable_sampler and (saved["world_size"] == 1) != (args.world_size == 1):
+        why = "with use_seedable_sampler=False one process and several have different orders"
+    else:
         return ""
-    return "; samples grouped by length come in another order in such steps: of this epoch some come again, some not"
+    return f"; {why}: of this epoch some come again, some not"
 
 
 def step_of(checkpoint: str | None) -> int | None:
