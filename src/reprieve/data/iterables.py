@@ -17,6 +17,7 @@ from typing import Any
 from reprieve.checkpoint.rng import capture_rng
 from reprieve.data.children import end, starting
 from reprieve.data.datasets import is_stateful
+from reprieve.data.dealing import Dealing
 from reprieve.data.passes import Enter, Pass
 from reprieve.data.randomness import Randomness, restore_global
 from reprieve.data.replay import read_again
@@ -27,6 +28,7 @@ class IterableSource:
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
+        self.dealing: Dealing | None = None
         self.rng = Randomness(loader)
         self.own: Mapping[str, Any] | None = None
         self.children: weakref.WeakSet[BaseProcess] = weakref.WeakSet()

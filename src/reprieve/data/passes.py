@@ -9,6 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from reprieve.data.dealing import Dealing
+
 Enter = Callable[[], None]
 """Puts the global random numbers to where the interrupted process had them. Called once, before the first fetch."""
 
@@ -77,6 +79,9 @@ class Pass(ABC):
 
 class Source(Protocol):
     """Passes over one kind of loader. `DataSource` picks the kind."""
+
+    dealing: Dealing | None
+    """How it deals out its samples; None: that is not known."""
 
     def start(self, saved: Mapping[str, Any] | None, enter: Enter | None) -> Pass: ...
 

@@ -20,7 +20,6 @@ from typing import Any
 
 from reprieve.data.ahead import PreparedSource, is_prepared
 from reprieve.data.datasets import is_stateful
-from reprieve.data.dealing import Dealing
 from reprieve.data.iterables import IterableSource
 from reprieve.data.loader import LoaderSource, is_plain_loader
 from reprieve.data.passes import Enter, Pass, Source
@@ -39,7 +38,6 @@ class DataSource:
             self._source = LoaderSource(loader, ignore)
         else:
             self._source = IterableSource(loader)
-        self._dealing: Dealing | None = getattr(self._source, "dealing", None)
 
     def start(self, saved: Mapping[str, Any] | None = None, *, enter: Enter | None = None) -> Pass:
         """A pass from the beginning, or from the position that `Pass.state` gave. `enter` puts the global random
@@ -58,11 +56,13 @@ class DataSource:
         """What is left of a pass whose batches were others, of another size or for another number of ranks: dealt out
         in those of this loader, each sample once. The number of its first is a multiple of `multiple`. None: how the
         batches are made is not known."""
-        return None if self._dealing is None else self._dealing.again(position, multiple)
+        dealing = self._source.dealing
+        return None if dealing is None else dealing.again(position, multiple)
 
     def length(self, position: Mapping[str, Any]) -> int | None:
         """Of a pass that was dealt out again: how many batches, those before it counted in. None: nobody knows."""
-        return None if self._dealing is None else self._dealing.length(position)
+        dealing = self._source.dealing
+        return None if dealing is None else dealing.length(position)
 
     def end_workers(self) -> None:
         """End workers that are still there: asked first, killed after a second. For the end of a process."""

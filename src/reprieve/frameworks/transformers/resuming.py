@@ -7,14 +7,13 @@ first does what its control's flags say was still due.
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from reprieve.checkpoint.rng import capture_rng, restore_rng
 from reprieve.frameworks.session import Session
-from reprieve.frameworks.transformers import loading, moment, starting
+from reprieve.frameworks.transformers import loading, moment, place, starting
 from reprieve.frameworks.transformers.replacing import given
 from reprieve.frameworks.transformers.seeking import Seeking
 
@@ -38,7 +37,7 @@ class Resuming:
         self.place: Mapping[str, Any] | None = self._saved
         """Where the process before was; None: nowhere, or we are there again."""
         self.more_steps = 0
-        """Than epochs of so many have: some were done in steps of another size."""
+        """Than the epochs would have (place.py)."""
         if restored is not None and self._saved is None:
             log.warning("%s was saved by other means: it is resumed as stock transformers does", restored.path)
         session.restored(restored)
@@ -75,22 +74,14 @@ class Resuming:
         """How much there is to do. Steps of another size than those that are done count as what they are."""
         epochs, in_epoch, *rest, batches, max_steps = self._real["set_initial_training_values"](*args, **kwargs)
         if self._restored is not None and self._saved is not None:
-            self.place = place = starting.place(self._saved, self._trainer, loader, batches)
-            step, limited = self._restored.step, self._trainer.args.max_steps > 0
-            left = self._steps(place["length"] or batches) - self._steps(place["position"]["consumed"])
-            if limited and place["changed"]:
-                place["epochs"] = place["epoch"] + 1 + math.ceil(max(max_steps - step - left, 0) / in_epoch)
-            elif place["changed"]:
-                place["more_steps"] = max(step + left - (place["epoch"] + 1) * in_epoch, step - max_steps)
-            if limited:
-                epochs = max(epochs, place.get("epochs", 0))
+            found = place.find(self._saved, self._trainer, loader, batches)
+            place.count(found, self._trainer, self._restored.step, in_epoch, batches, max_steps)
+            self.place, self.more_steps = found, found.get("more_steps", 0)
+            if self._trainer.args.max_steps > 0:
+                epochs = max(epochs, found.get("epochs", 0))
             else:
-                max_steps += place.get("more_steps", 0)
-            self.more_steps = place.get("more_steps", 0)
+                max_steps += self.more_steps
         return (epochs, in_epoch, *rest, batches, max_steps)
-
-    def _steps(self, batches: int) -> int:
-        return math.ceil(batches / int(self._trainer.args.gradient_accumulation_steps))
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Where the loop goes on: in which epoch, and at which batch of it."""
@@ -127,7 +118,7 @@ class Resuming:
             loader.go_on(None, lambda: None)
             return True
         if (length := resumed["length"]) is not None:
-            epoch["steps_in_epoch"], epoch["num_update_steps_per_epoch"] = length, self._steps(length)
+            epoch["steps_in_epoch"], epoch["num_update_steps_per_epoch"] = length, place.steps(trainer, length)
         rng = capture_rng({})
         loader.go_on(resumed["position"], lambda: restore_rng(rng, {}))
         if control.should_epoch_stop or control.should_training_stop:

@@ -76,12 +76,17 @@ class Seeking:
 
 
 @contextlib.contextmanager
-def sought() -> Iterator[None]:
-    """Hugging Face skips the batches that are behind by taking a loader apart. Ours knows where it has to go."""
+def sought(args: Any) -> Iterator[None]:
+    """Hugging Face skips the batches that are behind by taking a loader apart, which takes long: `ignore_data_skip` is
+    for those who do not want to wait. Ours knows where it has to go, and nobody has to."""
     real = stock.skip_first_batches  # type: ignore[attr-defined]
 
     def skip_first_batches(loader: Any, count: int = 0) -> Any:
         return loader.skip(count) if isinstance(loader, Seeking) else real(loader, count)
 
-    with replaced(stock, "skip_first_batches", skip_first_batches):
-        yield
+    asked, args.ignore_data_skip = args.ignore_data_skip, False
+    try:
+        with replaced(stock, "skip_first_batches", skip_first_batches):
+            yield
+    finally:
+        args.ignore_data_skip = asked

@@ -14,7 +14,6 @@ from typing import Any
 
 from transformers import TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
-from transformers.trainer_utils import has_length
 
 from reprieve.checkpoint import names
 from reprieve.checkpoint.answers import Restored
@@ -23,7 +22,6 @@ from reprieve.checkpoint.verify import verify
 from reprieve.config import format_size
 from reprieve.errors import ConfigError, StateMismatch
 from reprieve.frameworks.session import Session
-from reprieve.frameworks.transformers.seeking import Seeking
 from reprieve.progress.bar import terminal
 from reprieve.settings import ALL, NEVER, Settings, resolve
 
@@ -96,60 +94,6 @@ def point(session: Session, restored: Restored | None, asked: Any) -> str | None
     return os.fspath(restored.path)
 
 
-def place(saved: Mapping[str, Any], trainer: Any, loader: Seeking, batches: int) -> dict[str, Any]:
-    """Where the loop was, in the batches of this process: they may be others now, of other ranks (`changed`). `length`:
-    of the epoch that was interrupted, if that is not as many `batches` as the others have."""
-    args, position = trainer.args, saved["position"]
-    now = args.world_size, trainer._train_batch_size, args.gradient_accumulation_steps
-    then = saved["world_size"], saved["batch_size"], saved["accumulation"]
-    found = {**saved, "length": None, "changed": now != then}
-    if found["changed"]:
-        found |= _dealt_again(saved, trainer, loader)
-        position = found["position"]
-    over = saved["ended"] or position.get("ended")
-    if "dealt" in position and not over:
-        found["length"] = loader.length(position)
-        over = found["length"] is not None and found["length"] <= position["consumed"]
-    if over and (found["changed"] or "dealt" in position) and has_length(loader):
-        found |= {"length": None, "position": {**position, "consumed": batches, "ended": True}}
-    return found
-
-
-def _dealt_again(saved: Mapping[str, Any], trainer: Any, loader: Seeking) -> dict[str, Any]:
-    args, position = trainer.args, saved["position"]
-    ranks, size, count = args.world_size, trainer._train_batch_size, args.gradient_accumulation_steps
-    done = position["consumed"] * saved["world_size"] * saved["batch_size"]
-    source: dict[str, Any] | None = {name: value for name, value in saved["source"].items() if name != "workers"}
-    dealt = loader.deal_again(position, count)
-    if dealt is None:
-        source, dealt = None, {name: position[name] for name in ("start", "iteration", "ended") if name in position}
-        dealt["consumed"] = done // (ranks * size) // count * count
-        but = "; some of them may come again and some others not, because its loader does not say how it makes batches"
-    else:
-        done = dealt["dealt"]["samples"] if "dealt" in dealt else 0
-        but = _reordered(saved, trainer)
-    log.warning(
-        "the checkpoint was written by %d ranks with %d batches of %d in a step, these are %d with %d of %d: the run "
-        "goes on at the same place in the data (%d samples of this epoch are done), but no longer bit for bit as it "
-        "would%s",
-        saved["world_size"], saved["accumulation"], saved["batch_size"], ranks, count, size, done, but,
-    )  # fmt: skip
-    return {"position": dealt, "source": source, "buckets": []}
-
-
-def _reordered(saved: Mapping[str, Any], trainer: Any) -> str:
-    """The order of the samples hangs on what has changed: what to say of it."""
-    args = trainer.args
-    in_step = trainer._train_batch_size * args.gradient_accumulation_steps
-    if args.train_sampling_strategy == "group_by_length" and in_step != saved["batch_size"] * saved["accumulation"]:
-        why = "samples grouped by length come in another order in such steps"
-    elif not args.accelerator_config.use_seedable_sampler and (saved["world_size"] == 1) != (args.world_size == 1):
-        why = "with use_seedable_sampler=False one process and several have different orders"
-    else:
-        return ""
-    return f"; {why}: of this epoch some come again, some not"
-
-
 def step_of(checkpoint: str | None) -> int | None:
     """Of a checkpoint's folder."""
     return names.step_of(Path(checkpoint)) if checkpoint else None
@@ -161,17 +105,6 @@ def check_length(state: Any, max_steps: int) -> None:
             f"the checkpoint is of step {state.global_step}, and there are {max_steps} steps to train: ask for more "
             "(max_steps, num_train_epochs), or start over (reprieve run --fresh)"
         )
-
-
-@contextlib.contextmanager
-def data_sought(trainer: Any) -> Iterator[None]:
-    """`ignore_data_skip` is for those who do not want to wait until data is skipped. Nobody has to."""
-    args = trainer.args
-    asked, args.ignore_data_skip = args.ignore_data_skip, False
-    try:
-        yield
-    finally:
-        args.ignore_data_skip = asked
 
 
 def replaces_bar(trainer: Any) -> bool:

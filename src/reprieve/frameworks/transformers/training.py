@@ -73,8 +73,7 @@ class Training:
             self._resuming = Resuming(self._trainer, session, self._real, asked)
             place = self._resuming.place
             going_on = followers.going_on(self._trainer, place["followers"] if place else {})
-            data_sought = starting.data_sought(self._trainer) if place else contextlib.nullcontext()
-            with self._hooked(), sought(), data_sought, starting.bar_replaced(self._trainer), going_on:
+            with self._hooked(), sought(self._trainer.args), starting.bar_replaced(self._trainer), going_on:
                 result = train(self._resuming.path, *args, **kwargs)
             together = True
             return result
