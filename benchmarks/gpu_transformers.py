@@ -7,6 +7,7 @@ python -m benchmarks.gpu_transformers --only full,lora
     stock     the same with transformers' own just-in-time checkpoints
     periodic  how long training stands still for a save in the background
     lora      SIGTERM → durable with an adapter on the same model
+    exact     a small model in float16 (with a loss scale) and in bfloat16, stopped and started again: the same bits?
 """
 
 from __future__ import annotations
@@ -89,16 +90,19 @@ def train(options: argparse.Namespace) -> None:
             output_dir=options.folder, max_steps=options.steps, per_device_train_batch_size=BATCH, logging_steps=10,
             report_to=[], disable_tqdm=True, save_strategy="steps", save_steps=options.every or 10**6,
             eval_strategy="steps", eval_steps=options.evaluate or 10**6, per_device_eval_batch_size=1,
-            torch_compile=options.compile, enable_jit_checkpoint=options.jit, save_total_limit=1, bf16=options.bf16,
+            torch_compile=options.compile, enable_jit_checkpoint=options.jit, save_total_limit=1,
+            fp16=options.fp16, bf16=options.bf16, full_determinism=options.deterministic,
+            use_cpu=not torch.cuda.is_available(),
         ),
         train_dataset=Tokens(4000),
         eval_dataset=Tokens(200),
     )  # fmt: skip
-    if not options.jit:
+    if not options.jit and not options.bare:
         import reprieve
 
         reprieve.transformers.protect(trainer, grace="5m", notices="off")
-    trainer.train(resume_from_checkpoint=True if options.jit and options.resume else None)
+    trainer.train()
+    trainer.save_model(options.folder)
 
 
 # What is done to it
@@ -144,6 +148,11 @@ class Run:
         self.process.send_signal(signal.SIGTERM)
         output, _ = self.process.communicate(timeout=_LIMIT_S)
         return told, self.process.returncode, output
+
+    def end(self) -> None:
+        output, _ = self.process.communicate(timeout=_LIMIT_S)
+        if self.process.returncode != 0:
+            raise RuntimeError(f"exit code {self.process.returncode}:\n{output[-3000:]}")
 
 
 def _step_s(notes: list[dict[str, Any]]) -> float:
@@ -207,14 +216,15 @@ def stock(folder: Path) -> dict[str, float]:
 
 
 def periodic(folder: Path) -> dict[str, float]:
+    """The first comes before memory is ready; the others show what is usual."""
     run = Run(folder, "--every", "30")  # a save takes as long as 20 steps, and the next would wait for it
-    run.until(lambda notes: notes and notes[-1]["step"] >= 95)
+    run.until(lambda notes: notes and notes[-1]["step"] >= 125)
     notes = [one for one in run.new() if "loss" in one]
     usual = _step_s(notes)
     blocked = {
         int(after["step"]): after["at"] - before["at"] - usual
         for before, after in pairwise(notes)
-        if after["step"] in (30, 60, 90)
+        if after["step"] in (30, 60, 90, 120)
     }
     run.process.kill()
     run.process.communicate()
@@ -228,6 +238,31 @@ def lora(folder: Path) -> dict[str, float]:
     return {"stop_s": _after_signal(output), "step_s": _step_s(run.new()), "exit_code": code}
 
 
+def exact(folder: Path) -> dict[str, float]:
+    """Losses that differ from those of a training without Reprieve, of 200, and whether the weights at the end do."""
+    found: dict[str, float] = {}
+    for kind in ("bf16",) if Run.small else ("fp16", "bf16"):
+        options = ("--small", "--deterministic", "--steps", "200", f"--{kind}")
+        folder.mkdir(exist_ok=True)
+        alone = Run(folder / kind, *options, "--bare")
+        alone.end()
+        first = Run(stopped := folder / f"{kind}-stopped", *options)
+        first.until(lambda notes: len(notes) >= 30)
+        _, code, _ = first.stop()
+        second = Run(stopped, *options)
+        second.end()
+        expected, losses = (
+            {one["step"]: one["loss"] for one in run.notes() if "loss" in one} for run in (alone, second)
+        )
+        weights = [(path / "model.safetensors").read_bytes() for path in (folder / kind, stopped)]
+        found |= {
+            f"{kind}.exit_code": code, f"{kind}.went_on_at": second.new()[0]["step"], f"{kind}.losses": len(losses),
+            f"{kind}.other_losses": sum(expected.get(step) != loss for step, loss in losses.items()),
+            f"{kind}.other_weights": weights[0] != weights[1],
+        }  # fmt: skip
+    return found
+
+
 def _after_signal(output: str) -> float:
     found = re.search(r"saved step \d+ in [\d.]+ s, ([\d.]+) s after", output)
     if found is None:
@@ -236,7 +271,7 @@ def _after_signal(output: str) -> float:
 
 
 PARTS: dict[str, Callable[[Path], dict[str, float]]] = {
-    "full": full, "lora": lora, "periodic": periodic, "stock": stock,
+    "full": full, "lora": lora, "periodic": periodic, "stock": stock, "exact": exact,
 }  # fmt: skip
 
 
@@ -247,7 +282,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--small", action="store_true", help="a small model on the CPU: to try this script")
     parser.add_argument("--train", action="store_true", help=argparse.SUPPRESS)
-    for name in ("jit", "lora", "compile", "resume", "bf16"):
+    for name in ("jit", "bare", "lora", "compile", "fp16", "bf16", "deterministic"):
         parser.add_argument(f"--{name}", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=100_000, help=argparse.SUPPRESS)
     parser.add_argument("--every", type=int, help=argparse.SUPPRESS)
