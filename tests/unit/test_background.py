@@ -64,6 +64,28 @@ def test_it_holds_the_state_of_the_moment_it_was_asked_for(tmp_path: Path) -> No
         verify(path, pool)
 
 
+class SlowToCreate(SlowDisk):
+    """As a file system is beside the removal of something large."""
+
+    def write(self, file: Any, data: memoryview, offset: int) -> None:
+        Disk.write(self, file, data, offset)
+
+    def create(self, path: Path, size: int) -> Any:
+        if path.suffix == ".safetensors":
+            assert self.go.wait(60)
+        return Disk.create(self, path, size)
+
+
+def test_training_does_not_wait_for_files_to_be_made(tmp_path: Path) -> None:
+    disk = SlowToCreate()
+    with warm(tmp_path, model=small_model(), disk=disk) as checkpointer:
+        save = checkpointer.save(1, background=True)
+        assert not save.done
+        disk.go.set()
+        save.wait()
+    assert [one.step for one in survey(tmp_path)] == [1]
+
+
 def test_a_second_one_waits_its_turn(tmp_path: Path) -> None:
     disk = SlowDisk()
     with warm(tmp_path, model=small_model(), disk=disk, when_busy="wait") as checkpointer:

@@ -1,8 +1,9 @@
 """One save, from the state to a checkpoint: the arrows of docs/architecture.md, each an agreement of all ranks.
 
     plan     every rank has the same files in mind; replicas are compared on a sample
-    begin    rank 0 makes the folder and the files; ranks that share a page give its bytes to the one that writes it
+    begin    there is room; ranks that share a page give its bytes to the one that writes it
     (stage   a background save copies the state; training goes on)
+    make     rank 0 makes the folder and the files
     write    each rank writes its pieces
     flush    pieces that had to wait for others are written; everything is durable
     commit   rank 0 writes the manifest and makes the checkpoint visible
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -65,6 +66,7 @@ class Saving:
         self._number = number
         self._writer = Writer(disk, pool, folder, plan.parts, progress=progress)
         self._letters = ""
+        self._folders: Set[str] = frozenset()
         self._replacing: str | None = None
         self.diverged: list[Divergence] = []
 
@@ -81,8 +83,10 @@ class Saving:
         }
 
     def begin(self, plans: list[dict[str, Any]], replacing: str | None, make_room: Callable[[int], None]) -> None:
-        """Make the folder and the files, if all ranks plan the same."""
+        """Go on only if all ranks plan the same and there is room for it. Nothing on the disk changes yet: training
+        waits for this, and beside a removal a file system takes seconds to make large files."""
         self._replacing = replacing
+        self._folders = self.plan.folders.union(*(one["folders"] for one in plans[1:]))
         needed = bytes_on_disk(self.plan) + sum(one["own"] for one in plans[1:])
         if self._ranks.world_size > 1:
             self._compare(plans)
@@ -90,14 +94,9 @@ class Saving:
             self._letters = f"edges-{plans[0]['number']}"
         sent: list[int] = []
 
-        def make() -> None:
+        def prepare() -> None:
             if self._ranks.rank == 0:
                 make_room(needed)
-                self._owner.check()
-                commit.begin(self._disk, self._folder)
-                for inner in sorted(self.plan.folders.union(*(one["folders"] for one in plans[1:]))):
-                    self._disk.make_folder(self._folder / inner)
-                self._writer.create()
             # Here, so that all of them are there when the first rank asks for its own: nobody waits for a rank that
             # has failed meanwhile.
             for to, bundle in edges.outgoing(self.plan.parts, self._ranks.rank, self._pool).items():
@@ -106,7 +105,7 @@ class Saving:
 
         with self._discarding():
             try:
-                self._ranks.agree("begin", self._explained(make))
+                self._ranks.agree("begin", self._explained(prepare))
             except BaseException:
                 with contextlib.suppress(RanksError):
                     for to in sent:
@@ -123,8 +122,9 @@ class Saving:
             raise
 
     def finish(self) -> None:
-        """Write, flush and commit; durable on return, on every rank."""
+        """Make the files, write, flush and commit; durable on return, on every rank."""
         with self._discarding(), self._writer:
+            self._ranks.agree("make", self._explained(self._make))
             written = self._ranks.agree("write", self._explained(self._write))
             durable = self._ranks.agree("flush", self._explained(lambda: self._flush(written)))
             self._ranks.agree("commit", self._explained(lambda: self._commit(durable)))
@@ -143,6 +143,15 @@ class Saving:
         self.diverged = compare([one["sample"] for one in plans], self.plan)
         for one in self.diverged:
             log.error("step %d: %s. The checkpoint mixes them", self._manifest.step, one)
+
+    def _make(self) -> None:
+        if self._ranks.rank != 0:
+            return
+        self._owner.check()
+        commit.begin(self._disk, self._folder)
+        for inner in sorted(self._folders):
+            self._disk.make_folder(self._folder / inner)
+        self._writer.create()
 
     def _write(self) -> dict[str, list[Any]]:
         self._writer.create()
@@ -178,14 +187,14 @@ class Saving:
     # When something goes wrong
 
     def _tell(self, error: BaseException) -> None:
-        """Let the others know why this rank will not come to `write`."""
+        """Let the others know why this rank will not come to `make`."""
 
         def fail() -> None:
             raise error
 
         if self._ranks.world_size > 1:
             with contextlib.suppress(BaseException):
-                self._ranks.agree("write", fail)
+                self._ranks.agree("make", fail)
 
     @contextlib.contextmanager
     def _discarding(self) -> Iterator[None]:
