@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE := 1
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint format test test-transformers bench soak clean
+.PHONY: help setup demo lint format test test-torch test-transformers bench soak clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/' | expand -t 26
@@ -44,7 +44,16 @@ format: $(READY)  ## Put the code into its usual form
 test: $(READY)  ## All tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
-# Packages that go with a version of transformers are resolved anew.
+# What goes with a version of torch, or of transformers, is resolved anew.
+TORCH = .venv-torch-$(VERSION)
+test-torch: $(READY)  ## All but the adapter's tests with another version of torch: VERSION=2.6.0
+	@test -n "$(VERSION)" || { echo "which one? make test-torch VERSION=2.6.0"; exit 1; }
+	@test -x $(TORCH)/bin/python || $(PYTHON) -m venv $(TORCH)
+	@grep -vE '^(torch|triton|sympy|setuptools|nvidia|cuda)[a-z0-9-]*==' constraints.txt > $(TORCH)/constraints.txt
+	@echo 'torch==$(VERSION)' >> $(TORCH)/constraints.txt
+	@VIRTUAL_ENV=$(TORCH) $(BIN)/uv pip install --constraint $(TORCH)/constraints.txt --editable '.[dev]'
+	OMP_NUM_THREADS=1 $(TORCH)/bin/python -m pytest -n 2 --dist loadgroup tests --ignore-glob '*/test_hf_*.py'
+
 OTHER = .venv-transformers-$(VERSION)
 test-transformers: $(READY)  ## The adapter's tests with another version of transformers: VERSION=5.17.0
 	@test -n "$(VERSION)" || { echo "which one? make test-transformers VERSION=5.17.0"; exit 1; }
@@ -61,4 +70,4 @@ soak: $(READY)  ## The long versions of the randomised tests (hours)
 	OMP_NUM_THREADS=1 REPRIEVE_SOAK=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --timeout 86400 -m soak
 
 clean:  ## Remove the environment and caches
-	rm -rf $(VENV) .venv-transformers-* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-torch-* .venv-transformers-* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -22,6 +22,15 @@ settings.register_profile("soak", settings.get_profile("default"), max_examples=
 settings.load_profile("soak" if SOAK else "default")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """On the CPU, torch 2.6 has no FSDP2, 2.7 has none of two dimensions, and 2.8 and 2.9 put strided shards together
+    in the wrong order."""
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10):
+        for item in items:
+            if item.get_closest_marker("fsdp") or "fsdp" in item.nodeid:
+                item.add_marker(pytest.mark.skip(reason="shards on the CPU: torch 2.10 and newer"))
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     random.seed(0)

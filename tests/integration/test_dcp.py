@@ -15,6 +15,8 @@ from reprieve.testing import FullDisk, run_ranks, values
 
 from . import dcp_ranks as ranks
 
+pytestmark = pytest.mark.fsdp
+
 BOTH_WAYS = {"ours by stock": True, "stock by ours": True, "ours by ours": True}
 
 

@@ -46,6 +46,7 @@ def test_replicas_save_and_restore(ranks: int, background: bool, tmp_path: Path)
 
 
 @pytest.mark.parametrize("background", [False, True])
+@pytest.mark.fsdp
 def test_shards_go_to_their_places_and_any_number_of_ranks_reads_them(background: bool, tmp_path: Path) -> None:
     saved = values(run_ranks(3, engine_jobs.save_fsdp, tmp_path, background))
     folder = tmp_path / "checkpoint-2"
@@ -62,6 +63,7 @@ def test_shards_go_to_their_places_and_any_number_of_ranks_reads_them(background
     assert same(alone, saved[0])
 
 
+@pytest.mark.fsdp
 def test_pieces_of_many_ranks_make_the_same_files(tmp_path: Path) -> None:
     """Megabytes, over a few ranks: what they write together is what stock readers expect, and what one alone writes."""
     shards = values(run_ranks(3, engine_jobs.save_fsdp, tmp_path / "shards", True, None, Large))
@@ -103,12 +105,14 @@ def test_a_save_by_time_is_at_one_step(tmp_path: Path) -> None:
     assert sorted(one.step for one in survey(tmp_path)) == saved[0]
 
 
+@pytest.mark.fsdp
 def test_what_one_rank_wrote_is_read_by_several(tmp_path: Path) -> None:
     (saved,) = values(run_ranks(1, engine_jobs.save_fsdp, tmp_path))
     for state in values(run_ranks(3, engine_jobs.restore_fsdp, tmp_path)):
         assert same(state, saved)
 
 
+@pytest.mark.fsdp
 def test_replicated_shards(tmp_path: Path) -> None:
     saved = values(run_ranks(4, engine_jobs.save_fsdp, tmp_path, False, (2, 2)))
     for state in values(run_ranks(4, engine_jobs.restore_fsdp, tmp_path, (2, 2))):

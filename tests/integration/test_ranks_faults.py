@@ -463,6 +463,7 @@ def test_a_newer_attempt_fences_an_older_one(in_the_middle: bool, tmp_path: Path
 # Kinds of state
 
 
+@pytest.mark.fsdp
 def test_running_statistics(tmp_path: Path) -> None:
     """DDP makes rank 0's buffers everybody's at the next step; where nobody does, each rank has its own back."""
     saved = values(run_ranks(2, partial(jobs.norms_of_all_kinds, tmp_path, restore=False)))
@@ -484,6 +485,7 @@ def test_a_placement_that_cannot_be_written_is_refused_at_the_start(tmp_path: Pa
     assert not list(tmp_path.glob("*checkpoint*"))
 
 
+@pytest.mark.fsdp
 def test_transformers_loads_what_shards_were_saved_as(tmp_path: Path) -> None:
     values(run_ranks(2, jobs.hugging_face, tmp_path, timeout="200s"))
 

@@ -125,11 +125,14 @@ def owners_of(part: FilePart, segment: Segment | Deferred) -> set[int]:
 @contextlib.contextmanager
 def as_rank(rank: int, world_size: int) -> Iterator[None]:
     """Inside, this process is one of several as far as torch knows; what would talk to the others does nothing."""
-    from torch.distributed.tensor import debug
+    from torch.distributed.tensor import DTensor, debug
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     # What DTensor remembers of operations has a mesh in it, which knows its rank, and is equal to that of other ranks.
-    debug._clear_sharding_prop_cache()
+    if hasattr(debug, "_clear_sharding_prop_cache"):
+        debug._clear_sharding_prop_cache()
+    else:  # torch 2.6
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
