@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from reprieve import Checkpointer
 from reprieve.checkpoint import names
@@ -56,12 +57,18 @@ class Job:
 
 
 def check_visible(root: Path, at_least: int) -> int:
-    """Everything visible is whole, without changing anything; the newest step, 0 if there is none."""
+    """Everything visible is whole, and the newest is the state of its step, as stock libraries read it: nothing is
+    changed here. The newest step, 0 if there is none."""
     found = [one for one in survey(root) if names.step_of(one.path) is not None]
     for one in found:
         verify(one.path, POOL)
     newest = found[0].step if found else 0
     assert newest >= at_least, f"checkpoint-{at_least} was saved, checkpoint-{newest} is the newest"
+    if found and found[0].manifest is not None:  # a test may have put something there that is not
+        job = Job()
+        job.model.load_state_dict(load_file(found[0].path / "model.safetensors"))
+        job.extra = torch.load(found[0].path / "extra.pt", weights_only=True)
+        assert job.is_at(newest)
     return newest
 
 

@@ -32,17 +32,21 @@ def test_a_power_cut_at_any_moment_loses_nothing_that_save_returned_for(seed: in
         for _ in range(CUTS):
             job = Job()
             cutter = threading.Timer(rng.uniform(0, 0.15), disk.cut)
-            cutter.start()
-            saving = False
+            background, saving = rng.random() < 0.5, False
+            if not background:
+                cutter.start()
             try:
                 checkpointer = job.checkpointer(root, keep=rng.choice([1, 2]))
                 with checkpointer:
+                    if background:  # to get memory ready takes as long as it takes until most cuts
+                        checkpointer.warm_up(wait=True)
+                        cutter.start()
                     step = newest
                     while True:
                         step += 1
                         job.at(step)
                         saving = True
-                        checkpointer.save(step)
+                        checkpointer.save(step, background=background).wait()
                         saving = False
                         returned = step
             except (ReprieveError, OSError):

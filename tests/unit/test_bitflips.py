@@ -112,7 +112,7 @@ def test_every_truncation(checkpoint: Path) -> None:
     for path in files(checkpoint):
         data = path.read_bytes()
         last = len(data) - (2 if path.name == MANIFEST else 1)  # the manifest's last byte is below
-        lengths = {0, 1, last, *(chance.randrange(last) for _ in range(60))}
+        lengths = set(range(last)) if SOAK else {0, 1, last, *(chance.randrange(last) for _ in range(60))}
         for length in lengths:
             with changed(path, data[:length]):
                 assert not is_valid(checkpoint), (path.name, length)
@@ -134,8 +134,6 @@ def test_every_appended_byte(checkpoint: Path) -> None:
 
 def test_every_missing_file(checkpoint: Path, tmp_path: Path) -> None:
     for path in files(checkpoint):
-        if path.name == MANIFEST:
-            continue  # then it is somebody else's checkpoint, and judged as one
         moved = tmp_path / path.name
         shutil.move(path, moved)
         with pytest.raises(InvalidCheckpoint, match=f"{path.name} is missing"):

@@ -87,11 +87,12 @@ def test_the_next_save_says_what_it_came_from(tmp_path: Path) -> None:
         (lambda folder: flip(folder / "rng_state.pth"), "is damaged: block 0"),
         (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors is missing"),
         (lambda folder: os.truncate(folder / "rng_state.pth", 10), "has 10 bytes instead of"),
+        (lambda folder: (folder / MANIFEST).unlink(), f"{MANIFEST} is missing"),
         (lambda folder: (folder / MANIFEST).write_text("{"), "is not readable"),
         (lambda folder: flip(folder / MANIFEST), MANIFEST),
         (lambda folder: rewrite_manifest(folder, step=2), "belongs to checkpoint-2"),
     ],
-    ids=["model", "rng", "missing", "short", "torn-manifest", "manifest", "step"],
+    ids=["model", "rng", "missing", "short", "no-manifest", "torn-manifest", "manifest", "step"],
 )
 def test_a_bad_newest_one_is_passed_over_and_set_aside(tmp_path: Path, damage: Any, reason: str) -> None:
     run_with(tmp_path, 1, 2, 3)

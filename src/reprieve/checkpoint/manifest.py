@@ -23,6 +23,8 @@ from reprieve.storage.disk import DAMAGE, PAGE
 
 MANIFEST = "reprieve-manifest.json"
 SENTINEL = "checkpoint-is-incomplete.txt"
+ARCHIVE_MARK = b"reprieve: "
+"""What the comment at the end of our torch files begins with."""
 FORMAT = "reprieve-checkpoint"
 VERSION = 1
 

@@ -17,9 +17,12 @@ from pathlib import Path
 
 from reprieve.checkpoint import names
 from reprieve.checkpoint.commit import SET_ASIDE
-from reprieve.checkpoint.manifest import MANIFEST, SENTINEL, Manifest, read_manifest
+from reprieve.checkpoint.manifest import ARCHIVE_MARK, MANIFEST, SENTINEL, Manifest, read_manifest
 from reprieve.errors import InvalidCheckpoint
 from reprieve.storage.disk import DAMAGE
+
+_TAIL_BYTES = 512
+"""The end of a zip: 22 bytes and the comment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,7 @@ def _manifest_of(path: Path, step: int | None) -> tuple[Manifest | None, str | N
         try:
             manifest = read_manifest(path)
         except FileNotFoundError:
+            _refuse_ours(path)
             return None, None
         if step is not None and manifest.step != step:
             raise InvalidCheckpoint(f"{MANIFEST} belongs to checkpoint-{manifest.step}")
@@ -116,6 +120,17 @@ def _manifest_of(path: Path, step: int | None) -> tuple[Manifest | None, str | N
     except InvalidCheckpoint as error:
         return manifest, error.reason
     return manifest, None
+
+
+def _refuse_ours(path: Path) -> None:
+    """One of ours has a manifest. Where that got lost, nobody can tell whether the rest is whole, and of which run."""
+    for file in sorted(path.iterdir()):
+        if file.suffix in (".pt", ".pth") and stat.S_ISREG(file.lstat().st_mode):
+            with file.open("rb") as opened:
+                opened.seek(max(0, opened.seek(0, os.SEEK_END) - _TAIL_BYTES))
+                _, _, end = opened.read().rpartition(b"PK\x05\x06")
+            if end[18:].startswith(ARCHIVE_MARK):
+                raise InvalidCheckpoint(f"{MANIFEST} is missing ({file.name} says that Reprieve wrote this)")
 
 
 def _check_files(path: Path, manifest: Manifest) -> None:

@@ -32,6 +32,7 @@ from reprieve.checkpoint.layout import (
     Source,
     alignment_of,
 )
+from reprieve.checkpoint.manifest import ARCHIVE_MARK
 from reprieve.checkpoint.shards import is_sharded, local_part, whole_bytes
 from reprieve.errors import StateError
 
@@ -39,7 +40,7 @@ _ZIP32_MAX = 0xFFFFFFFF
 _CRC_FOLLOWS = 1 << 3
 _ROOT = "archive/"
 
-ARCHIVE_COMMENT = b"reprieve: data at the next multiple of 64, from 131072 bytes on of 4096"
+ARCHIVE_COMMENT = ARCHIVE_MARK + b"data at the next multiple of 64, from 131072 bytes on of 4096"
 """The zip's comment: a reader need not visit each local header to know where its record starts."""
 
 
