@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -124,10 +125,10 @@ def _sft_trainer(job: HfJob, arguments: dict[str, Any], **more: Any) -> Any:
     )  # fmt: skip
 
 
-def _lora_trainer(job: HfJob, arguments: dict[str, Any]) -> Any:
+def _lora_trainer(job: HfJob, arguments: dict[str, Any], targets: Any = "all-linear") -> Any:
     from peft import LoraConfig
 
-    return _sft_trainer(job, arguments, peft_config=LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear"))
+    return _sft_trainer(job, arguments, peft_config=LoraConfig(r=4, lora_dropout=0.1, target_modules=targets))
 
 
 def _dpo_trainer(job: HfJob, arguments: dict[str, Any]) -> Any:
@@ -194,6 +195,8 @@ def _seq2seq_trainer(job: HfJob, arguments: dict[str, Any]) -> Any:
 MAKERS = {
     "trainer": _plain_trainer, "mlm": _mlm_trainer, "seq2seq": _seq2seq_trainer, "packed": _sft_trainer,
     "lora": _lora_trainer, "dpo": _dpo_trainer, "reward": _reward_trainer, "grpo": _grpo_trainer,
+    "lora_q": partial(_lora_trainer, targets=["q_proj"]), "lora_o": partial(_lora_trainer, targets=["o_proj"]),
+    "lora_qo": partial(_lora_trainer, targets=["q_proj", "o_proj"]),
 }  # fmt: skip
 WITHOUT_TRL = ("trainer", "mlm", "seq2seq")
 

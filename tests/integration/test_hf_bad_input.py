@@ -44,6 +44,17 @@ def test_checkpoints_of_another_model(job: HfJob) -> None:
     _refused(job, "is of another model", "are missing", "are unknown")
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "word"),
+    [("q", "o", "4 weights are unknown"), ("q", "qo", "are missing"), ("qo", "q", "are unknown")],
+)
+def test_an_adapter_of_other_modules(job: HfJob, before: str, after: str, word: str) -> None:
+    """PEFT loads what fits, and the trainer does not ask whether that was all."""
+    job = replace(job, model="llama")
+    stopped(replace(job, trainer=f"lora_{before}"), *told(3))
+    _refused(replace(job, trainer=f"lora_{after}"), "is of another model", word, "_proj.lora_A")
+
+
 def test_all_checkpoints_are_torn(job: HfJob) -> None:
     stopped(job, *told(3))
     (job.output / "checkpoint-3" / "model.safetensors").write_bytes(b"torn")
@@ -63,8 +74,9 @@ def test_the_newest_checkpoint_is_torn(job: HfJob) -> None:
     results = attempt(often)
     assert results[0].ok, str(results[0])
     assert "optimizer.pt is damaged" in results[0].output
-    end = undisturbed(often)["end-0.json"]
-    assert seen(job.folder)["end-0.json"] == end
+    whole_run = undisturbed(often)
+    assert seen(job.folder)["end-0.json"] == whole_run["end-0.json"]
+    assert len(seen(job.folder)["losses-0.jsonl"]) == len(whole_run["losses-0.jsonl"]) + 1, "from step 6 on"
 
 
 def test_a_folder_that_was_renamed(job: HfJob) -> None:
@@ -74,7 +86,9 @@ def test_a_folder_that_was_renamed(job: HfJob) -> None:
     results = attempt(often)
     assert results[0].ok, str(results[0])
     assert "checkpoint-50" in results[0].output
-    assert seen(job.folder)["end-0.json"] == undisturbed(often)["end-0.json"]
+    whole_run = undisturbed(often)
+    assert seen(job.folder)["end-0.json"] == whole_run["end-0.json"]
+    assert len(seen(job.folder)["losses-0.jsonl"]) == len(whole_run["losses-0.jsonl"]) + 1, "from step 4 on"
 
 
 def test_fewer_steps_than_were_done(job: HfJob) -> None:
@@ -149,7 +163,10 @@ def test_a_callback_that_raises_in_a_save(job: HfJob) -> None:
     assert result.exit_code == 1, str(result)
     assert "the callback does not want to" in result.output
     assert checkpoints(job) == ["checkpoint-4"]
-    assert goes_on(often)["end-0.json"] == undisturbed(often)["end-0.json"]
+    whole_run = undisturbed(often)
+    found = goes_on(often)
+    assert found["end-0.json"] == whole_run["end-0.json"]
+    assert len(found["losses-0.jsonl"]) == len(whole_run["losses-0.jsonl"]) + 4, "from step 4 on, again"
 
 
 def test_a_starting_point(job: HfJob, tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_the_matrix(case: Case, seed: int, tmp_path: Path) -> None:
     job = HfJob(
         str(tmp_path / "job"), trainer=case.trainer, stream=case.data == "stream", workers=case.workers,
         model=rng.choice(["gpt2", "llama", "qwen2"]), samples=47 if case.trainer in WITHOUT_TRL else 48,
-    ).but(per_device_eval_batch_size=2)  # fmt: skip
+    ).but(per_device_eval_batch_size=2, metric_for_best_model="loss")  # fmt: skip
     if case.trainer not in WITHOUT_TRL:
         job = job.but(accelerator_config={"dispatch_batches": False})  # with packing stock knows no other way
     for number in range(4 if SOAK else 2):
@@ -69,7 +69,9 @@ def test_the_matrix(case: Case, seed: int, tmp_path: Path) -> None:
         codes = {result.exit_code for result in attempt(job, *fault, ranks=case.ranks)}
         # Later ones may find too little left to do.
         assert codes == {143} or (number and codes == {0}), (number, fault)
-    assert goes_on(job, case.ranks) == undisturbed(job, case.ranks)
+    expected = undisturbed(job, case.ranks)
+    assert expected["end-0.json"]["best_metric"] is not None
+    assert goes_on(job, case.ranks) == expected
 
 
 def _at_random(rng: random.Random, ranks: int) -> list[Fault]:

@@ -1,8 +1,8 @@
 """Reading a checkpoint with the trainer's own code, but strictly: what does not fit is an error, not a warning.
 
-Transformers resumes with `load_state_dict(strict=False)`. Models whose weights have other names on disk than in memory
-(Mixtral's and Qwen2-MoE's experts) lose them that way without a word; these are read through `from_pretrained`,
-which knows the names.
+Transformers resumes with `load_state_dict(strict=False)`, and does not look at what PEFT says of an adapter. Models whose
+weights have other names on disk than in memory (Mixtral's and Qwen2-MoE's experts) lose them that way without a word;
+these are read through `from_pretrained`, which knows the names.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from transformers import PreTrainedModel
 from transformers.trainer_callback import ExportableState
 
 from reprieve.errors import ReprieveError, StateMismatch
+from reprieve.frameworks.transformers.replacing import replaced
 
 log = logging.getLogger("reprieve")
 
-_MISFITS = ("state_dict", "size mismatch", "Can't find a valid checkpoint")
+_MISFITS = ("state_dict", "loaded state dict", "size mismatch", "Can't find a valid checkpoint")
 """How torch, PEFT and transformers say it."""
 
 
@@ -65,14 +66,29 @@ def complete(model: Any, result: Any, path: str) -> None:
             log.info("the weights in %s have other names: they were converted", path)
             model.load_state_dict(converted.state_dict())
     if missing or unexpected:
-        raise StateMismatch(
-            f"{path} is of another model: "
-            + "; ".join(
-                f"{len(keys)} weights {what}, such as {', '.join(sorted(keys)[:3])}"
-                for what, keys in (("are missing", missing), ("are unknown", unexpected))
-                if keys
-            )
-        )
+        raise _of_another_model(path, missing, unexpected)
+
+
+@contextlib.contextmanager
+def strict_adapters(model: Any, path: str) -> Iterator[None]:
+    """While inside, an adapter that does not fill what is trained, or has something left over, is an error."""
+    real = getattr(model, "load_adapter", None)
+    if real is None:
+        yield
+        return
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+    def load_adapter(*args: Any, **kwargs: Any) -> Any:
+        result = real(*args, **kwargs)
+        # Some methods (VeRA) make a part of their weights anew, the same each time: those are not trained.
+        missing = [key for key in getattr(result, "missing_keys", ()) if key in trained]
+        unexpected = list(getattr(result, "unexpected_keys", ()))
+        if missing or unexpected:
+            raise _of_another_model(path, missing, unexpected)
+        return result
+
+    with replaced(model, "load_adapter", load_adapter):
+        yield
 
 
 def callbacks(trainer: Any) -> None:
@@ -85,6 +101,17 @@ def callbacks(trainer: Any) -> None:
         for one, saved in zip(known.get(name, ()), data if isinstance(data, list) else [data], strict=False):
             for attribute, value in saved.get("attributes", {}).items():
                 setattr(one, attribute, value)
+
+
+def _of_another_model(path: str, missing: Collection[str], unexpected: Collection[str]) -> StateMismatch:
+    return StateMismatch(
+        f"{path} is of another model: "
+        + "; ".join(
+            f"{len(keys)} weights {what}, such as {', '.join(sorted(keys)[:3])}"
+            for what, keys in (("are missing", missing), ("are unknown", unexpected))
+            if keys
+        )
+    )
 
 
 def _missing(model: Any, keys: Collection[str]) -> list[str]:

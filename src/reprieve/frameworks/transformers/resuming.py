@@ -52,6 +52,7 @@ class Resuming:
             "_init_training_state": self._init_training_state,
             "_load_from_checkpoint": self._load_from_checkpoint,
             "_load_best_model": self._load_best_model,
+            "_load_optimizer_and_scheduler": self._load_optimizer_and_scheduler,
             "_issue_warnings_after_load": self._check_loaded,
             "_load_callback_state": lambda: loading.callbacks(self._trainer),
             "_load_rng_state": self._load_rng_state,
@@ -59,13 +60,18 @@ class Resuming:
 
     def _load_from_checkpoint(self, path: str, *args: Any, **kwargs: Any) -> None:
         self._loading = path
-        with loading.explained(path):
+        model = given(self._real["_load_from_checkpoint"], (path, *args), kwargs).get("model") or self._trainer.model
+        with loading.explained(path), loading.strict_adapters(model, path):
             self._real["_load_from_checkpoint"](path, *args, **kwargs)
 
     def _load_best_model(self) -> None:
         self._loading = self._trainer.state.best_model_checkpoint
-        with loading.explained(self._loading):
+        with loading.explained(self._loading), loading.strict_adapters(self._trainer.model, self._loading):
             self._real["_load_best_model"]()
+
+    def _load_optimizer_and_scheduler(self, path: str | None) -> None:
+        with loading.explained(path or "the checkpoint"):
+            self._real["_load_optimizer_and_scheduler"](path)
 
     def _check_loaded(self, result: Any) -> None:
         loading.complete(self._trainer.model, result, self._loading)
