@@ -1,8 +1,8 @@
 """Reading a checkpoint with the trainer's own code, but strictly: what does not fit is an error, not a warning.
 
-Transformers resumes with `load_state_dict(strict=False)`, and does not look at what PEFT says of an adapter. Models whose
-weights have other names on disk than in memory (Mixtral's and Qwen2-MoE's experts) lose them that way without a word;
-these are read through `from_pretrained`, which knows the names.
+Transformers resumes with `load_state_dict(strict=False)`, and does not look at what PEFT says of an adapter. Models
+whose weights have other names on disk than in memory (Mixtral's and Qwen2-MoE's experts) lose them that way without a
+word; these are read through `from_pretrained`, which knows the names.
 """
 
 from __future__ import annotations
