@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed.run as torchrun
 
 from .launch_kit import JOB, LIMIT_S, REPRIEVE, Lab, alive, processes_with, until
 
@@ -159,6 +160,10 @@ def test_as_the_first_process_of_a_namespace(lab: Lab) -> None:
     assert not [pid for pid in ours if alive(pid)]
 
 
+@pytest.mark.skipif(
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in Path(torchrun.__file__).read_text(),
+    reason="the torchrun of this torch kills after 30 s, whatever it is told",
+)
 def test_torchrun_waits_for_a_save_of_more_than_30_seconds(lab: Lab) -> None:
     """As long as the grace period lasts, and no longer is asked for."""
     launched = lab.start(lab.torchrun(2, steps=1000, step_s=0.05, width=190_000, slow=300_000), "--grace", "2m")
