@@ -180,6 +180,7 @@ def test_whatever_fails_the_one_before_is_there(
         else:
             # What fails without an error is only the clean-up of what is gone anyway.
             assert (root / "checkpoint-2").exists()
+        verify(root / "checkpoint-1", pool)
         with tempfile.TemporaryDirectory(prefix="property-") as copied:
             # As a process would find it that starts after this one was killed here.
             found = 2 if (root / "checkpoint-2").exists() else 1

@@ -1,8 +1,8 @@
 """What is in a checkpoint folder, newest first, and whether each of it can be used.
 
 A survey is quick: it trusts a manifest whose own checksum holds and whose files have the right sizes. Bytes are
-verified by whoever reads them (`restore`, `verify`). A folder without our manifest is foreign:
-`check_foreign` reads it whole.
+verified by whoever reads them (`restore`, `verify`). A folder without our manifest is foreign, if no file
+in it says that it is ours: `check_foreign` reads it whole.
 """
 
 from __future__ import annotations
