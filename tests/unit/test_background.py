@@ -202,6 +202,19 @@ def test_memory_for_files_that_are_not_known_yet(tmp_path: Path) -> None:
         assert checkpointer._pool.ready > 5
 
 
+def test_its_memory_is_given_back_when_it_is_closed(tmp_path: Path) -> None:
+    """A process may have several, one after the other, each with as much as the state takes."""
+    model, disk = small_model(), FailingDisk(forever=True)
+    with warm(tmp_path, model=model) as checkpointer:
+        checkpointer.save(1, background=True)
+    assert checkpointer._pool.made == 0
+    checkpointer.verify(1)  # it can still be looked at
+    with pytest.raises(StorageError), warm(tmp_path, model=model, disk=disk) as checkpointer:
+        disk.at = disk.calls
+        checkpointer.save(2, background=True).wait()
+    assert checkpointer._pool.made == 0
+
+
 def test_the_last_save_is_not_slowed_down_by_memory_that_is_being_made(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, model=small_model()) as checkpointer:
         checkpointer.warm_up(more=100 * BLOCK_BYTES)

@@ -89,6 +89,12 @@ class BlockPool:
             self._free.append(block)
             self._changed.notify()
 
+    def empty(self) -> None:
+        """Let go of the memory of all blocks that are not taken. The next one that is asked for is made anew."""
+        with self._changed:
+            self._made -= len(self._free)
+            self._free.clear()
+
     def wake(self) -> None:
         """Make every waiting `take` look at its `stop` again."""
         with self._changed:

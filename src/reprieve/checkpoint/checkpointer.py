@@ -429,6 +429,7 @@ class Checkpointer:
         finally:
             self._background.join()
             self._staging.close()
+            self._pool.empty()  # not when the collector finds us: the next one of this process needs as much
             self._owner.release()
             self._due.close()
             # Whoever hosts the store must not leave before the others have read how the last save went.
