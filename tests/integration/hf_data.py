@@ -57,6 +57,17 @@ class Stream(IterableDataset[dict[str, torch.Tensor]]):
         self._next = state["next"]
 
 
+class Forgetful(IterableDataset[dict[str, torch.Tensor]]):
+    """A stream that does not know where it is."""
+
+    def __init__(self, data: Tokens) -> None:
+        self._data = data
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for index in range(len(self._data)):
+            yield self._data[index]
+
+
 def _masked(sample: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"input_ids": sample.masked_fill(torch.rand(LENGTH) < 0.2, 1), "labels": sample}
 

@@ -12,7 +12,7 @@ from transformers import Trainer, TrainingArguments
 
 from reprieve.points import reached
 
-from .hf_data import LENGTH, VOCABULARY, Stream, Tokens, encoded, pairs, texts, tokenizer
+from .hf_data import LENGTH, VOCABULARY, Forgetful, Stream, Tokens, encoded, pairs, texts, tokenizer
 
 if TYPE_CHECKING:
     from .hf_jobs import HfJob
@@ -44,6 +44,10 @@ class Watched:
         step = self.state.global_step  # type: ignore[attr-defined]
         self.losses.write(json.dumps([step, loss.item(), _named(args[1])]) + "\n")
         return loss
+
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        reached("load")
+        super()._load_from_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         reached("save")
@@ -89,7 +93,9 @@ class Swapping(torch.optim.SGD):
 
 def _plain_trainer(job: HfJob, arguments: dict[str, Any]) -> Any:
     model = _language_model(job)
-    data = Stream(job.samples, 7) if job.stream else Tokens(job.samples, 7, masking=job.masking)
+    data: Any = Tokens(job.samples, 7, masking=job.masking)
+    if job.stream:
+        data = Stream(job.samples, 7) if job.masking else Forgetful(data)
     optimizer = Swapping(model.parameters(), 0.01) if job.swapping else None
     return WatchedTrainer(
         model=model, args=TrainingArguments(**arguments), train_dataset=data, eval_dataset=Tokens(12, 8),

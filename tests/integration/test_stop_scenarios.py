@@ -207,6 +207,32 @@ def test_a_signal_before_run_is_made(job: Job) -> None:
     assert checkpoints(job) == []
 
 
+# Before the first step of a process
+
+
+@pytest.mark.parametrize("at", ["before apply", "fetch", "forward"])
+def test_nothing_is_waited_for_while_nothing_was_trained(job: Job, at: str) -> None:
+    """What was saved before is loaded, a batch is fetched, the first step compiles: each may take minutes."""
+    _stopped(attempt(job, *told(4)), "saved step 4")
+    hurried = replace(job, options=(("exit_wait", 1),))
+    result = attempt(hurried, terminate(0, at), pause(0, at, 30))
+    _stopped(result, "no step was done since the start")
+    assert result.seconds < 20
+    assert checkpoints(job) == [4]
+    _goes_on(job)
+
+
+def test_a_rank_in_its_first_step_is_waited_for_by_those_ahead(job: Job) -> None:
+    """They have trained, and there is something to save."""
+    job = replace(job, kind="plain", options=(("exit_wait", 1),))
+    faults = [pause(1, "forward", 5), pause(0, "forward", 1, nth=6), terminate(0, "forward", nth=6)]
+    results = run_ranks(2, train, job, faults=faults)
+    for result in results:
+        _stopped(result, "saved step")
+    [step] = checkpoints(job)
+    assert step >= 5
+
+
 # A script that fails, ranks that die
 
 

@@ -55,11 +55,16 @@ class Boundaries:
         self._look_at = 0.0
         self._major = 0
         self._minor = 0
-        self._common = CommonStep(ranks, completed=0, on_lost=on_lost)
+        self._common = CommonStep(ranks, completed=0, on_lost=on_lost, on_stop=self._another_stops)
         self._dead: RankFailed | None = None
         self._liveness = Liveness(ranks, ranks.limit, self._died)
         self._on_lost = on_lost
         self._on_look = on_look
+
+    @property
+    def at_the_first(self) -> bool:
+        """No rank, as far as is known here, has come to a second one: nobody has trained anything."""
+        return max(self._major, (self._common.agreed or 0) >> _MINOR_BITS) <= 1
 
     def ask_to_stop(self) -> None:
         """From any thread."""
@@ -95,6 +100,9 @@ class Boundaries:
     def close(self) -> None:
         self._liveness.close()
         self._common.close()
+
+    def _another_stops(self) -> None:
+        self._guard.request("another rank was told to stop")  # without effect where it was this one
 
     def _died(self, error: RankFailed) -> None:
         log.error("%s. The others end", error)

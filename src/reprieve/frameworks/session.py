@@ -11,6 +11,7 @@ import contextlib
 import logging
 import signal
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +23,7 @@ from reprieve.checkpoint.answers import Restored, Save
 from reprieve.checkpoint.checkpointer import Checkpointer
 from reprieve.clock import Clock
 from reprieve.config import parse_duration
-from reprieve.errors import RankFailed, RanksError, StorageError
+from reprieve.errors import RankFailed, RanksError, ReprieveError, StorageError
 from reprieve.frameworks.boundary import Boundaries
 from reprieve.frameworks.stopping import MARGIN_S, Stopping
 from reprieve.frameworks.telling import Position, Telling
@@ -36,6 +37,9 @@ from reprieve.storage.disk import Disk
 from reprieve.storage.uri import for_run
 
 log = logging.getLogger("reprieve")
+
+_LEAVE_S = 3.0
+"""How long it may take to say that the process ends, where there is nothing to save."""
 
 _open: weakref.WeakValueDictionary[Path, Session] = weakref.WeakValueDictionary()
 
@@ -73,6 +77,8 @@ class Session:
         self._position = position
         self._exit_wait = parse_duration(exit_wait)
         self._closed = False
+        self._past_beginning = threading.Event()
+        """Something is saved, or ends, that a stop waits for."""
         self._boundaries: Boundaries | None = None
         self._telling: Telling | None = None
         self.guard = Guard(
@@ -141,6 +147,7 @@ class Session:
 
     def save(self, *, background: bool, within: timedelta | None = None, **details: Any) -> Save:
         """`details`: see `Checkpointer.save`."""
+        self._past_beginning.set()
         step, began = self._position().step, time.monotonic()
         with self.telling.tracker.pausing(SAVING):
             save = self.checkpointer.save(step, background=background, within=within, **details)
@@ -175,12 +182,14 @@ class Session:
 
     def stop(self, save: Callable[[timedelta | None], object]) -> Preempted:
         """At a boundary that all ranks stand at: save, leave together; what to raise."""
+        self._past_beginning.set()
         self._tell_step()
         self.stopped = self._stopping.stop(self._position().step, self.last_saved, save)
         return self.stopped
 
     def finish(self, what: Any) -> None:
         """Training is done. If its last step is saved, that is marked as the last."""
+        self._past_beginning.set()
         step = self._position().step
         if step == self.last_saved:
             self.checkpointer.finish(step, what)
@@ -193,6 +202,7 @@ class Session:
         if self._closed:
             return
         self._closed = True
+        self._past_beginning.set()
         if self._telling is not None and self.stopped is None:
             self._tell_step()
             step = self._position().step
@@ -219,6 +229,31 @@ class Session:
             ending.within(left - MARGIN_S, why="the grace period is over:", decided=False)
         if self._boundaries is not None:
             self._boundaries.ask_to_stop()
+        self._end_at_the_beginning()
+
+    def _end_at_the_beginning(self) -> None:
+        """As long as nothing was trained there is nothing to save, and it may take long to get to a boundary: the
+        process loads a checkpoint, reads data again, compiles. On a thread of the guard."""
+        if self._past_beginning.wait(self._exit_wait.total_seconds()):
+            return
+        if self._boundaries is not None and not self._boundaries.at_the_first:
+            return
+        stop, step = self.guard.stop, self.last_saved or 0
+        assert stop is not None
+        log.warning("no step was done since the start: there is nothing to save, and nothing to wait for")
+        ending.within(_LEAVE_S)
+        with contextlib.suppress(ReprieveError):
+            if getattr(self, "ranks", None) is not None:
+                self.ranks.agree("end at the beginning", limit=timedelta(seconds=_LEAVE_S / 2))
+        if self._telling is not None:
+            self._telling.stopping(stop.reason, step)
+            self._telling.stopped(step, saved=step > 0, times={"signal": stop.at, "agreed": time.monotonic()})
+        with contextlib.suppress(ReprieveError):
+            if getattr(self, "checkpointer", None) is not None:
+                self.checkpointer.leave()
+        with contextlib.suppress(Exception):  # theirs
+            self.guard.call_previous_handler()
+        ending.now()
 
     def _lost_a_rank(self, error: RanksError) -> None:
         """The main thread probably waits for a dead rank in a collective. While nothing but the store is lost, and

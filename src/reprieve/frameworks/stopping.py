@@ -48,7 +48,7 @@ class Stopping:
     def stop(self, step: int, last_saved: int | None, save: Callable[[timedelta | None], object]) -> Preempted:
         """Save what there is time for, leave together; what to raise then. `last_saved`: the step of the last
         checkpoint that was asked for."""
-        self._guard.request("another rank was told to stop")  # without effect where it was this one
+        self._guard.request("another rank was told to stop")  # it may not have heard it yet
         stop = self._guard.stop
         assert stop is not None
         times = {"signal": stop.at, "agreed": time.monotonic()}

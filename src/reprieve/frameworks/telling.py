@@ -143,9 +143,12 @@ class Telling:
         self._reason = reason
         self._reporter.tell(report.STOPPING, reason=reason, step=step)
 
-    def stopped(self, step: int, *, saved: bool, times: dict[str, float], checkpointer: Checkpointer) -> None:
-        """`times`: when what was done, by the monotonic clock."""
-        self._reporter.tell(report.STOPPED, step=step, saved=saved, times=times, **_state_in_drill(checkpointer))
+    def stopped(
+        self, step: int, *, saved: bool, times: dict[str, float], checkpointer: Checkpointer | None = None
+    ) -> None:
+        """`times`: when what was done, by the monotonic clock. `checkpointer`: where there is a whole state."""
+        state = _state_in_drill(checkpointer) if checkpointer is not None else {}
+        self._reporter.tell(report.STOPPED, step=step, saved=saved, times=times, **state)
         self.tracker.stopped(self._reason, saved=saved)
         self._last_word()
 

@@ -66,6 +66,10 @@ class Ending:
             self._code = code
         threading.Thread(target=self._after, args=(seconds, code, why), name="reprieve ending", daemon=True).start()
 
+    def now(self, code: int = PREEMPTED) -> None:
+        """From any thread, whatever the others do."""
+        _end(code)
+
     def leave(self, stopped: Preempted) -> NoReturn:
         """Everything is saved. On another thread than the main one an exception would end that thread, and the script
         would go on."""

@@ -67,12 +67,14 @@ class CommonStep:
         completed: int,
         stop_limit: timedelta = STOP_LIMIT,
         on_lost: Callable[[RanksError], object] | None = None,
+        on_stop: Callable[[], object] | None = None,
     ) -> None:
         """`completed`: how many steps were done before, from a checkpoint; the same on every rank.
 
         `stop_limit`: how long a rank may take to answer when a stop is asked for. It is long dead before `ranks.limit`,
         which holds for saves and for ranks that have not joined yet, and which no grace period would last.
         `on_lost`: called once, on a background thread, when the ranks cannot agree on anything any more.
+        `on_stop`: called on a background thread when a stop is asked for, by whatever rank; not in a world of one.
         """
         self._rank = ranks.rank
         self._world_size = ranks.world_size
@@ -83,6 +85,7 @@ class CommonStep:
             Patience.LATE: ranks.limit,
         }
         self._on_lost = on_lost
+        self._on_stop = on_stop
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         # The first step is started without asking; where a boundary comes before it, one step more is run.
@@ -146,6 +149,13 @@ class CommonStep:
                 raise _error(verdict.outcome, verdict.kind)
             return Request(verdict.kind, completed)
         return None
+
+    @property
+    def agreed(self) -> int | None:
+        """After which step the ranks will serve what was asked for last; None: that is not known, or served."""
+        asked = self._position.asked
+        outcome = asked[-1].outcome if asked else None
+        return outcome if isinstance(outcome, int) else None
 
     def finish(self) -> None:
         """This rank runs no more steps. It still answers the others until it is closed."""
@@ -278,7 +288,10 @@ class CommonStep:
                 with self._changed:
                     self._position = self._position.freeze(kind)
                     self._changed.notify_all()
-                    return self._position.started
+                    started = self._position.started
+                if kind == STOP and self._on_stop is not None:
+                    self._on_stop()
+                return started
             case protocol.Settle(outcome):
                 if isinstance(outcome, Failure):
                     self._fail(outcome)
