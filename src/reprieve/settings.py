@@ -6,6 +6,7 @@ the default. The names in the environment are those that a cluster sets, too; th
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -15,6 +16,8 @@ from typing import Any
 
 from reprieve.config import parse_duration
 from reprieve.errors import ConfigError
+
+log = logging.getLogger("reprieve")
 
 AUTO = "auto"
 NEVER = "never"
@@ -82,6 +85,12 @@ def _keep(text: str) -> int | str:
     if not text.strip().isdecimal() or not int(text):
         raise ConfigError(f"{text!r}: say how many checkpoints to keep, 1 or more, or 'all'")
     return int(text)
+
+
+def _whole(text: str) -> bool:
+    if text.strip().lower() not in ("", "full", "incremental"):
+        raise ConfigError(f"{text!r}: it is full or incremental")
+    return text.strip().lower() != "incremental"
 
 
 def _seconds(duration: timedelta) -> str:
@@ -164,6 +173,9 @@ def resolve(given: Mapping[str, Any], env: Mapping[str, str] = os.environ, *, op
     enabled = env.get("CHECKPOINT_ENABLED", "")
     if given.get("every") is None and enabled.strip() and not _parsed(_truth, enabled, "CHECKPOINT_ENABLED"):
         values["every"], sources["every"] = NEVER, "CHECKPOINT_ENABLED"
+    whole = _parsed(_whole, env.get("CHECKPOINT_SAVE_TYPE", ""), "CHECKPOINT_SAVE_TYPE")
+    if not whole and not options and env.get("RANK", "0") == "0":  # said once: not by the launcher
+        log.warning("CHECKPOINT_SAVE_TYPE=incremental: each checkpoint is saved whole, all the same")
     return Settings(**values, sources=sources)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from reprieve.testing import pause
 
 from .hf_jobs import Asking, HfJob, seen
 from .hf_kit import attempt, checkpoints, goes_on, stopped, undisturbed
+from .hf_saving_jobs import Looking
 from .stop_scenario_jobs import told
 
 
@@ -223,6 +225,22 @@ def test_checkpoints_as_the_environment_says(job: HfJob) -> None:
     result = attempt(job.but(save_strategy="no", num_train_epochs=3), **env)[0]
     assert result.ok, str(result)
     assert checkpoints(job) == ["checkpoint-30", "checkpoint-45"]
+
+
+def test_checkpoints_in_another_folder(job: HfJob, tmp_path: Path) -> None:
+    """The best model is found there, and callbacks are shown it there."""
+    elsewhere = tmp_path / "elsewhere"
+    best = job.but(**BEST, learning_rate=3e-2, num_train_epochs=4)
+    looking = replace(best, callbacks=(Looking(job.folder),))
+    for faults, code in ((told(18), 143), (told(2, "prediction"), 143), ((), 0)):
+        result = attempt(looking, *faults, CHECKPOINT_URI=str(elsewhere))[0]
+        assert result.exit_code == code, str(result)
+    assert seen(job.folder) == undisturbed(best)
+    looked = [json.loads(line) for line in (Path(job.folder) / "looked.jsonl").read_text().splitlines()]
+    assert [one["path"] for one in looked] == [str(elsewhere / f"checkpoint-{step}") for step in (15, 30, 45, 60)]
+    assert all(one["best_is_there"] for one in looked)
+    assert checkpoints(job) == []
+    assert (elsewhere / str(seen(job.folder)["end-0.json"]["best"])).is_dir()
 
 
 def test_no_checkpoint_at_the_end(job: HfJob) -> None:

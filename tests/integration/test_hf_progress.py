@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+import transformers.integrations
+
 from reprieve.testing import Fault, pause
 
-from .hf_jobs import HfJob
+from .hf_jobs import HfJob, Listing
 from .hf_kit import attempt
 from .stop_scenario_jobs import told
 
@@ -26,6 +30,26 @@ def _tells(job: HfJob, *faults: Fault) -> tuple[int, dict[str, Any], dict[str, A
     assert len(codes) == 1, [str(result) for result in results]
     assert log.stat().st_size <= 4096
     return codes.pop(), json.loads(file.read_text()), json.loads(log.read_text())
+
+
+@pytest.mark.skipif(
+    not hasattr(transformers.integrations, "KubeflowCallback"), reason="this version of transformers tells no server"
+)
+def test_transformers_own_does_not_tell_the_status_server(tmp_path: Path) -> None:
+    """Two would tell it different things: transformers' own says 100 % at the end, whatever that is."""
+    job = HfJob(str(tmp_path / "job"), callbacks=(Listing(str(tmp_path)),)).but(report_to=["kubeflow"])
+    server = {
+        "KUBEFLOW_TRAINER_SERVER_URL": "http://127.0.0.1:9/",
+        "KUBEFLOW_TRAINER_SERVER_TOKEN": str(tmp_path / "t"),
+    }
+
+    def callbacks(job: HfJob, code: int, *faults: Fault) -> list[str]:
+        result = attempt(job, *faults, **server)[0]
+        assert result.exit_code == code, str(result)
+        return list(json.loads((tmp_path / "callbacks.json").read_text()))
+
+    assert "KubeflowCallback" in callbacks(replace(job, folder=str(tmp_path / "other"), safe=False), 0)
+    assert "KubeflowCallback" not in callbacks(job, 143, *told(4))
 
 
 def test_a_trainer_tells_how_far_it_is(tmp_path: Path) -> None:

@@ -138,7 +138,12 @@ def test_a_bad_value_names_the_argument_or_the_variable(name: str, text: str) ->
 
 @pytest.mark.parametrize(
     ("variable", "text"),
-    [("CHECKPOINT_RESUME", "perhaps"), ("CHECKPOINT_ENABLED", "maybe"), ("CHECKPOINT_STRATEGY", "sometimes")],
+    [
+        ("CHECKPOINT_RESUME", "perhaps"),
+        ("CHECKPOINT_ENABLED", "maybe"),
+        ("CHECKPOINT_STRATEGY", "sometimes"),
+        ("CHECKPOINT_SAVE_TYPE", "half"),
+    ],  # fmt: skip
 )
 def test_a_bad_variable_without_an_argument_is_named(variable: str, text: str) -> None:
     with pytest.raises(ConfigError, match=variable):
@@ -194,3 +199,13 @@ def test_a_duration_may_be_a_number(given: object, seconds: float) -> None:
 def test_a_number_that_is_no_duration() -> None:
     with pytest.raises(ConfigError, match="--kill-wait"):
         resolve({"kill_wait": -1.0}, {})
+
+
+@pytest.mark.parametrize(("kind", "rank", "said"), [("full", "0", 0), ("Incremental", "0", 1), ("incremental", "1", 0)])
+def test_incremental_checkpoints_are_whole_which_is_said_once(
+    caplog: pytest.LogCaptureFixture, kind: str, rank: str, said: int
+) -> None:
+    env = {"CHECKPOINT_SAVE_TYPE": kind, "RANK": rank}
+    resolve({}, {"CHECKPOINT_SAVE_TYPE": kind})  # the launcher
+    resolve({}, env, options=False)
+    assert caplog.text.count("is saved whole") == said
