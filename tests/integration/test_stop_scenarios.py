@@ -20,7 +20,7 @@ import pytest
 from reprieve.testing import Result, fail, full_disk, kill, pause, run_ranks, slow_disk, start_ranks, terminate
 
 from .loop_jobs import Job, train
-from .stop_scenario_jobs import WIDE_BYTES, attempt, checkpoints, seen, steps_seen, told, undisturbed, wide
+from .stop_scenario_jobs import WIDE_BYTES, attempt, checkpoints, only_steps, seen, steps_seen, told, undisturbed, wide
 
 SOAK = bool(os.environ.get("REPRIEVE_SOAK"))
 
@@ -220,6 +220,13 @@ def test_nothing_is_waited_for_while_nothing_was_trained(job: Job, at: str) -> N
     assert result.seconds < 20
     assert checkpoints(job) == [4]
     _goes_on(job)
+
+
+def test_a_step_that_was_done_is_waited_for(job: Job) -> None:
+    """Without a loader, the first boundary comes after the first step."""
+    hurried = replace(job, options=(("exit_wait", 1),))
+    _stopped(attempt(hurried, terminate(0, "forward", nth=2), pause(0, "forward", 3, nth=2), fn=only_steps, args=(5,)))
+    assert checkpoints(job) == [2]
 
 
 def test_a_rank_in_its_first_step_is_waited_for_by_those_ahead(job: Job) -> None:

@@ -143,7 +143,7 @@ def test_a_bad_value_names_the_argument_or_the_variable(name: str, text: str) ->
         ("CHECKPOINT_ENABLED", "maybe"),
         ("CHECKPOINT_STRATEGY", "sometimes"),
         ("CHECKPOINT_SAVE_TYPE", "half"),
-    ],  # fmt: skip
+    ],
 )
 def test_a_bad_variable_without_an_argument_is_named(variable: str, text: str) -> None:
     with pytest.raises(ConfigError, match=variable):

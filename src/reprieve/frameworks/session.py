@@ -236,21 +236,22 @@ class Session:
         process loads a checkpoint, reads data again, compiles. On a thread of the guard."""
         if self._past_beginning.wait(self._exit_wait.total_seconds()):
             return
-        if self._boundaries is not None and not self._boundaries.at_the_first:
-            return
         stop, step = self.guard.stop, self.last_saved or 0
         assert stop is not None
+        ahead = self._boundaries is not None and not self._boundaries.at_the_first
+        if ahead or self._position().step > step:
+            return
         log.warning("no step was done since the start: there is nothing to save, and nothing to wait for")
         ending.within(_LEAVE_S)
         with contextlib.suppress(ReprieveError):
             if getattr(self, "ranks", None) is not None:
                 self.ranks.agree("end at the beginning", limit=timedelta(seconds=_LEAVE_S / 2))
-        if self._telling is not None:
-            self._telling.stopping(stop.reason, step)
-            self._telling.stopped(step, saved=step > 0, times={"signal": stop.at, "agreed": time.monotonic()})
         with contextlib.suppress(ReprieveError):
             if getattr(self, "checkpointer", None) is not None:
                 self.checkpointer.leave()
+        if self._telling is not None:
+            self._telling.stopping(stop.reason, step)
+            self._telling.stopped(step, saved=step > 0, times={"signal": stop.at, "agreed": time.monotonic()})
         with contextlib.suppress(Exception):  # theirs
             self.guard.call_previous_handler()
         ending.now()
