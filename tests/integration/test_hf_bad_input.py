@@ -132,27 +132,50 @@ def test_only_the_model_is_saved(job: HfJob) -> None:
     _refused(job.but(save_only_model=True), "save_only_model=True", "save_model() saves the model alone")
 
 
-def test_what_is_refused_before_anything_begins_ends_with_42(tmp_path: Path) -> None:
-    """Also without the launcher, which does not try again."""
-    script = tmp_path / "train.py"
-    script.write_text(_ONLY_THE_MODEL)
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "REPRIEVE_STATE_DIR": str(tmp_path / "state")}
+def _script(folder: Path, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Under the launcher, which would try again."""
+    (folder / "train.py").write_text(_SCRIPT)
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "REPRIEVE_STATE_DIR": str(folder / "state"), **env}
     ours = [sys.executable, "-m", "reprieve", "run", "--restarts", "3"]
-    ended = subprocess.run(
-        [*ours, sys.executable, str(script)], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
+    return subprocess.run([*ours, *command], env=env, cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+_PYTHON = (sys.executable, "train.py")
+_TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py")
+
+
+def test_what_is_refused_before_anything_begins_ends_with_42(tmp_path: Path) -> None:
+    ended = _script(tmp_path, *_PYTHON, ONLY_MODEL="1")
     assert ended.returncode == 42, ended.stderr
     assert ended.stderr.count("save_model() saves the model alone") >= 1
     assert "it needs a person: ConfigError: save_only_model=True" in ended.stderr
 
 
-_ONLY_THE_MODEL = """
-import torch
-from transformers import BertConfig, BertModel, Trainer, TrainingArguments
+def test_what_is_refused_when_it_resumes_ends_with_42(tmp_path: Path) -> None:
+    """Another model, on two ranks; then nothing but a torn checkpoint."""
+    ended = _script(tmp_path, *_TORCHRUN)
+    assert ended.returncode == 0, ended.stderr
+    ended = _script(tmp_path, *_TORCHRUN, WIDTH="16")
+    assert ended.returncode == 42, ended.stderr
+    assert "it needs a person: StateMismatch:" in ended.stderr
+    [checkpoint] = (tmp_path / "out").glob("checkpoint-*")
+    (checkpoint / "model.safetensors").write_bytes(b"torn")
+    ended = _script(tmp_path, *_PYTHON)
+    assert ended.returncode == 42, ended.stderr
+    assert "it needs a person: NothingToResume:" in ended.stderr
 
-small = BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
-args = TrainingArguments("out", save_only_model=True, use_cpu=True, report_to=[])
-Trainer(model=BertModel(small), args=args, train_dataset=[{"input_ids": torch.ones(3, dtype=torch.long)}] * 8).train()
+
+_SCRIPT = """
+import os, torch
+from transformers import BertConfig, BertForMaskedLM, Trainer, TrainingArguments
+
+width = int(os.environ.get("WIDTH", "8"))
+small = BertConfig(vocab_size=9, hidden_size=width, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+args = TrainingArguments(
+    "out", save_only_model="ONLY_MODEL" in os.environ, use_cpu=True, report_to=[], max_steps=2, disable_tqdm=True,
+)
+data = [{"input_ids": torch.ones(3, dtype=torch.long), "labels": torch.ones(3, dtype=torch.long)}] * 32
+Trainer(model=BertForMaskedLM(small), args=args, train_dataset=data).train()
 """
 
 
