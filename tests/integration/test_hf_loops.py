@@ -64,6 +64,14 @@ def test_the_best_model(job: HfJob, place: tuple[str, int]) -> None:
     _exact(job.but(**BEST, learning_rate=3e-2, num_train_epochs=4), place)
 
 
+def test_the_best_checkpoint_is_one_that_the_script_saves(job: HfJob) -> None:
+    """The best step is evaluated, and the script does not save it: that we do, each 7 steps, does not count."""
+    job = job.but(metric_for_best_model="loss", eval_strategy="steps", eval_steps=7, learning_rate=0.3)
+    end = undisturbed(job)["end-0.json"]
+    assert end["best"] is None and end["best_metric"] is not None
+    _exact(replace(job, options=(("every", 7),)), ("forward", 7), ("forward", 7))
+
+
 @pytest.mark.parametrize("place", [("forward", 7), ("prediction", 4), ("prediction", 6)])
 def test_stopping_early(job: HfJob, place: tuple[str, int]) -> None:
     often = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}

@@ -232,7 +232,7 @@ def test_a_step_that_was_done_is_waited_for(job: Job) -> None:
 def test_a_rank_in_its_first_step_is_waited_for_by_those_ahead(job: Job) -> None:
     """They have trained, and there is something to save."""
     job = replace(job, kind="plain", options=(("exit_wait", 1),))
-    faults = [pause(1, "forward", 5), pause(0, "forward", 1, nth=6), terminate(0, "forward", nth=6)]
+    faults = [pause(1, "forward", 5), terminate(0, "forward", nth=6), pause(0, "forward", 1, nth=6)]
     results = run_ranks(2, train, job, faults=faults)
     for result in results:
         _stopped(result, "saved step")

@@ -41,6 +41,8 @@ class Contents:
         self._trainer = trainer
         self._save_checkpoint = save_checkpoint
         self._pushing = pushing
+        self.asked_at: int | None = None
+        """The last step that Hugging Face wanted to be saved."""
         if trainer.is_fsdp_enabled:
             # Accelerate may import it only when it saves: its writer could not be replaced before.
             importlib.import_module("torch.distributed.checkpoint")
@@ -87,20 +89,22 @@ class Contents:
         return found
 
     def _files(self, session: Session, scratch: Path, folder: Path) -> list[FileLayout]:
-        trainer = self._trainer
+        state = self._trainer.state
+        before = state.best_model_checkpoint
         with self._output_to(scratch), self._pushing.held(), Collecting(folder) as collecting:
-            self._save_checkpoint(trainer.model_wrapped, None)
-        if self.note_best(session.root) and (folder / "trainer_state.json").exists():
-            trainer.state.save_to_json(str(folder / "trainer_state.json"))
+            self._save_checkpoint(self._trainer.model_wrapped, None)
+        noted, state.best_model_checkpoint = state.best_model_checkpoint, before
+        self.note_best(session.root)
+        if state.best_model_checkpoint != noted and (folder / "trainer_state.json").exists():
+            state.save_to_json(str(folder / "trainer_state.json"))
         return collecting.files()
 
-    def note_best(self, root: Path) -> bool:
-        """The best checkpoint is the one of this step: where it will be. Is it?"""
+    def note_best(self, root: Path) -> None:
+        """If this step is the best one, its checkpoint is, where it will be. A stop, or a schedule of ours, may save
+        a step that Hugging Face would not have saved: the best checkpoint of an undisturbed run is none of those."""
         state = self._trainer.state
-        if state.best_global_step is None or state.best_global_step != state.global_step:
-            return False
-        state.best_model_checkpoint = str(names.checkpoint(root, state.global_step))
-        return True
+        if state.best_global_step == state.global_step == self.asked_at:
+            state.best_model_checkpoint = str(names.checkpoint(root, state.global_step))
 
     def size(self, rank: int) -> int:
         """About how many bytes this rank will write. The optimizer has its state."""

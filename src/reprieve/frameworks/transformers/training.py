@@ -261,6 +261,7 @@ class Training:
         """Hugging Face says that a save is due."""
         session, control = self._session, self._trainer.control
         control.should_save = False  # once it is resumed from, it is done
+        self._contents.asked_at = self._trainer.state.global_step
         if self._trainer.state.global_step == session.last_saved:
             self._contents.note_best(session.root)
             self._pin()
