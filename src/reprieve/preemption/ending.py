@@ -66,15 +66,15 @@ class Ending:
             self._code = code
         threading.Thread(target=self._after, args=(seconds, code, why), name="reprieve ending", daemon=True).start()
 
-    def now(self, code: int = PREEMPTED) -> None:
-        """From any thread, whatever the others do."""
-        _end(code)
+    def now(self) -> None:
+        """With 143, from any thread, whatever the others do."""
+        _end(PREEMPTED)
 
     def leave(self, stopped: Preempted) -> NoReturn:
         """Everything is saved. On another thread than the main one an exception would end that thread, and the script
         would go on."""
         if threading.current_thread() is not threading.main_thread():
-            _end(PREEMPTED)
+            self.now()
         raise stopped
 
     def _after(self, seconds: float, code: int, why: str) -> None:
