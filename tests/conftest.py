@@ -7,6 +7,9 @@ import random
 
 # Before transformers is imported by anybody: no test looks for a network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Before torch is: there are virtual machines that announce AMX and do not let it be used. A product of two bfloat16
+# matrices ends a process there, with SIGILL (seen on Firecracker, torch 2.13).
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import numpy as np
 import pytest
