@@ -6,6 +6,7 @@ interrupted job appends), and `end-<rank>.json`: what its log says, which checkp
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -26,6 +27,7 @@ from .hf_trainers import MAKERS
 
 PRELOAD = ("transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "accelerate")
 PRELOAD_TRL = (*PRELOAD, "trl.trainer.sft_trainer", "peft")
+PRELOAD_DEEPSPEED = (*PRELOAD, "deepspeed")
 _TIMES = ("runtime", "per_second", "preparation_time", "step_time")
 
 
@@ -44,6 +46,8 @@ class HfJob:
     workers: int = 0
     sharded: str | None = None
     """By FSDP2, over all ranks: which kind of state dict is saved."""
+    zero: int | None = None
+    """By DeepSpeed: ZeRO's stage."""
     samples: int = 60
     arguments: tuple[tuple[str, Any], ...] = ()
     """Of TrainingArguments."""
@@ -85,14 +89,9 @@ def train(job: HfJob) -> None:
             protect(trainer, disk=disk(), notices="off", **dict(job.options))
         for _ in range(job.trainings):
             output = trainer.train(job.given, None, None)
-    weights = hashlib.sha256()
-    for name, tensor in sorted(trainer.accelerator.unwrap_model(trainer.model).state_dict().items()):
-        if isinstance(tensor, DTensor):
-            tensor = tensor.full_tensor()  # noqa: PLW2901
-        weights.update(name.encode() + tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     state = trainer.state
     found = {
-        "weights": weights.hexdigest(),
+        "weights": _hash(trainer.accelerator.unwrap_model(trainer.model), job),
         "steps": output.global_step,
         "loss": output.training_loss,
         "log": [_without_times(entry) for entry in state.log_history],
@@ -104,6 +103,23 @@ def train(job: HfJob) -> None:
     (folder / f"end-{rank}.json").write_text(json.dumps(found))
 
 
+def _hash(model: torch.nn.Module, job: HfJob) -> str:
+    """Of all its weights, of all ranks."""
+    weights = hashlib.sha256()
+    with _gathered(model) if job.zero == 3 else contextlib.nullcontext():
+        for name, tensor in sorted(model.state_dict().items()):
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            data = whole.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            weights.update(name.encode() + data)
+    return weights.hexdigest()
+
+
+def _gathered(model: torch.nn.Module) -> Any:
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(list(model.parameters()))
+
+
 def make(job: HfJob) -> Any:
     """As a script does it."""
     torch.manual_seed(3)
@@ -113,10 +129,13 @@ def make(job: HfJob) -> Any:
         "dataloader_num_workers": job.workers, "learning_rate": 1e-3, "seed": 5,
         **({"max_steps": 20, "eval_strategy": "steps", "eval_steps": 7} if job.stream else {}),
         **({"fsdp": True, "fsdp_config": {"state_dict_type": job.sharded}} if job.sharded else {}),
+        **({"deepspeed": deepspeed_config(job.zero)} if job.zero is not None else {}),
         **dict(job.arguments),
     }  # fmt: skip
     if job.sharded:
         shard_on_cpus()
+    if job.zero is not None:
+        _begin_deepspeed()
     trainer = MAKERS[job.trainer](job, arguments)
     if job.scaling:
         trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=3)
@@ -130,6 +149,22 @@ def make(job: HfJob) -> Any:
             callback.trainer = trainer
         trainer.add_callback(callback)
     return trainer
+
+
+def _begin_deepspeed() -> None:
+    """On the process group that is there."""
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+
+
+def deepspeed_config(stage: int, **zero: Any) -> dict[str, Any]:
+    """As scripts have it: what TrainingArguments know is theirs."""
+    theirs = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps", "gradient_clipping")
+    return {
+        **dict.fromkeys(theirs, "auto"), "bf16": {"enabled": "auto"}, "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage, **zero},
+    }  # fmt: skip
 
 
 class Counting(transformers.TrainerCallback, ExportableState):

@@ -8,12 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from reprieve.checkpoint.blocks import BlockPool
+from reprieve.checkpoint.survey import survey
+from reprieve.checkpoint.verify import verify
 from reprieve.testing import Fault, Result, run_ranks
 
-from .hf_jobs import PRELOAD, PRELOAD_TRL, HfJob, seen, train
+from .hf_jobs import PRELOAD, PRELOAD_DEEPSPEED, PRELOAD_TRL, HfJob, seen, train
 from .hf_trainers import WITHOUT_TRL
 
 _ENV = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "REPRIEVE_GRACE": "40s"}
+_FOR_A_PERSON = ("StateMismatch", "ConfigError", "NothingToResume")
+"""A script that ends with one of these ends with 42."""
+
 _undisturbed: dict[str, dict[str, Any]] = {}
 
 
@@ -28,9 +34,15 @@ def attempt(
 ) -> list[Result]:
     return run_ranks(
         ranks, fn, job, *args, faults=faults, env={**_ENV, **env}, timeout="120s",
-        backend="gloo" if ranks > 1 else None,
-        modules=modules or (PRELOAD if job.trainer in WITHOUT_TRL else PRELOAD_TRL),
+        backend="gloo" if ranks > 1 or job.zero is not None else None,
+        modules=modules or _modules(job),
     )  # fmt: skip
+
+
+def _modules(job: HfJob) -> Sequence[str]:
+    if job.trainer not in WITHOUT_TRL:
+        return PRELOAD_TRL
+    return PRELOAD if job.zero is None else PRELOAD_DEEPSPEED
 
 
 def stopped(job: HfJob, *faults: Fault, ranks: int = 1) -> str:
@@ -41,11 +53,38 @@ def stopped(job: HfJob, *faults: Fault, ranks: int = 1) -> str:
     return results[0].output
 
 
+def ends(job: HfJob, ranks: int = 1) -> str:
+    """What rank 0 says."""
+    results = attempt(job, ranks=ranks)
+    for result in results:
+        assert result.ok, str(result)
+    return results[0].output
+
+
+def refused(job: HfJob, *words: str, ranks: int = 1) -> None:
+    """With these words; and no checkpoint is touched."""
+    before = {path: path.stat().st_mtime_ns for path in job.output.glob("checkpoint-*/*")}
+    for result in attempt(job, ranks=ranks):
+        assert result.error is not None, str(result)
+        assert result.error.type in _FOR_A_PERSON, str(result)
+        for word in words:
+            assert word in result.error.message, str(result)
+    assert {path: path.stat().st_mtime_ns for path in job.output.glob("checkpoint-*/*")} == before
+
+
 def goes_on(job: HfJob, ranks: int = 1) -> dict[str, Any]:
     """To its end: what all attempts together have seen."""
-    for result in attempt(job, ranks=ranks):
-        assert result.ok, str(result)
+    ends(job, ranks)
     return seen(job.folder)
+
+
+def after(job: HfJob, step: int) -> dict[str, Any]:
+    """What the last attempt has seen, which went on from this step to the 12th, and its weights."""
+    found = seen(job.folder)
+    for name, lines in found.items():
+        if name.startswith("losses"):
+            found[name] = [loss for at, loss, _ in lines[-(12 - step) :] if at >= step]
+    return {name: what["weights"] if name.startswith("end") else what for name, what in found.items()}
 
 
 def undisturbed(job: HfJob, ranks: int = 1) -> dict[str, Any]:
@@ -54,11 +93,18 @@ def undisturbed(job: HfJob, ranks: int = 1) -> dict[str, Any]:
     key = repr((plain, ranks))
     if key not in _undisturbed:
         with tempfile.TemporaryDirectory() as folder:
-            for result in attempt(replace(plain, folder=folder), ranks=ranks):
-                assert result.ok, str(result)
-            _undisturbed[key] = seen(folder)
+            _undisturbed[key] = goes_on(replace(plain, folder=folder), ranks)
     return _undisturbed[key]
 
 
 def checkpoints(job: HfJob) -> list[str]:
     return sorted(path.name for path in Path(job.output).glob("checkpoint-*"))
+
+
+def valid(job: HfJob) -> list[int]:
+    """The steps of all checkpoints, newest first; every byte of them is right."""
+    found = survey(job.output)
+    for one in found:
+        assert verify(one.path, BlockPool()).manifest is not None
+    assert len(found) == len(checkpoints(job))
+    return [one.step for one in found]

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 _MODELS: dict[str, Any] = {
     "gpt2": lambda: transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=32, n_embd=32, n_layer=2, n_head=2),
+    "wide_gpt2": lambda: transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_positions=32, n_embd=384, n_layer=2, n_head=2
+    ),
     "llama": lambda: transformers.LlamaConfig(**_SMALL, num_key_value_heads=1),
     "wide_llama": lambda: transformers.LlamaConfig(**_SMALL | {"hidden_size": 64}, num_key_value_heads=1),
     "qwen2": lambda: transformers.Qwen2Config(**_SMALL, num_key_value_heads=1, tie_word_embeddings=True),

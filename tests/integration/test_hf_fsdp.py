@@ -15,14 +15,11 @@ from packaging.version import Version
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from reprieve.checkpoint.blocks import BlockPool
-from reprieve.checkpoint.survey import survey
-from reprieve.checkpoint.verify import verify
 from reprieve.dcp.metadata import DATA_OFFSET
 from reprieve.testing import Fault, fail, full_disk, pause
 
 from .hf_jobs import HfJob, seen
-from .hf_kit import attempt, checkpoints, goes_on, stopped, undisturbed
+from .hf_kit import after, attempt, ends, goes_on, stopped, undisturbed, valid
 from .stop_scenario_jobs import told
 
 pytestmark = pytest.mark.skipif(
@@ -54,23 +51,18 @@ def plain(job: HfJob) -> HfJob:
 def stock(tmp_path_factory: pytest.TempPathFactory) -> HfJob:
     """Went on without Reprieve from its own checkpoint of step 4."""
     job = replace(_job(tmp_path_factory.mktemp("stock") / "job"), masking=False, safe=False)
-    _ends(job.but(save_strategy="steps", save_steps=4))
+    ends(job.but(save_strategy="steps", save_steps=4), 2)
     for later in (8, 12):
         shutil.rmtree(job.output / f"checkpoint-{later}")
-    _ends(replace(job, given=True))
+    ends(replace(job, given=True), 2)
     return job
-
-
-def _ends(job: HfJob) -> None:
-    for result in attempt(job, ranks=2):
-        assert result.ok, str(result)
 
 
 @pytest.mark.parametrize("at", [("forward", 4), ("prediction", 2)], ids=lambda at: f"{at[0]}-{at[1]}")
 def test_stopped_anywhere(job: HfJob, at: tuple[str, int]) -> None:
     """In an evaluation the outermost weights are gathered, and are saved as shards all the same."""
     assert "FULL_STATE_DICT" not in stopped(job, *told(at[1], at[0], rank=1), ranks=2)
-    assert _valid(job) == [4 if at[0] == "forward" else 6]
+    assert valid(job) == [4 if at[0] == "forward" else 6]
     assert goes_on(job, 2) == undisturbed(job, 2)
 
 
@@ -83,18 +75,15 @@ def test_stock_goes_on_from_ours(plain: HfJob, stock: HfJob, tmp_path: Path) -> 
         items = FileSystemReader(ours).read_metadata().storage_data.values()
         assert any(hasattr(item, DATA_OFFSET) for item in items), "stock has written it, and we once more"
         _assert_same(_by_stock(ours, tmp_path / "ours"), _by_stock(theirs, tmp_path / "theirs"))
-    _ends(replace(plain, safe=False, given=True))
-    assert _after(plain, 4) == _after(stock, 4)
+    ends(replace(plain, safe=False, given=True), 2)
+    assert after(plain, 4) == after(stock, 4)
 
 
 def test_goes_on_from_stock(plain: HfJob, stock: HfJob) -> None:
     """As stock does."""
     shutil.copytree(stock.output / "checkpoint-4", plain.output / "checkpoint-4")
-    results = attempt(plain, ranks=2)
-    for result in results:
-        assert result.ok, str(result)
-    assert "was saved by other means" in results[0].output
-    assert _after(plain, 4) == _after(stock, 4)
+    assert "was saved by other means" in ends(plain, 2)
+    assert after(plain, 4) == after(stock, 4)
 
 
 def test_a_rank_whose_disk_is_full(job: HfJob) -> None:
@@ -104,7 +93,7 @@ def test_a_rank_whose_disk_is_full(job: HfJob) -> None:
     assert [result.error and result.error.type for result in results] == ["RankFailed", "StorageFull"], str(results)
     assert "the periodic save before this one failed: write: rank 1: StorageFull" in results[0].output
     assert len(seen(job.folder)["losses-1.jsonl"]) == 12
-    assert _valid(job) == [2]
+    assert valid(job) == [2]
     assert _ending(goes_on(often, 2)) == _ending(undisturbed(job, 2))
 
 
@@ -123,7 +112,7 @@ def test_a_rank_that_cannot_save(job: HfJob, faults: list[Fault]) -> None:
     for result in results:
         assert result.ok, str(result)
         assert "step 4 is not saved" in result.output
-    assert _valid(job) == [12, 10, 8, 6, 2]
+    assert valid(job) == [12, 10, 8, 6, 2]
     assert seen(job.folder) == undisturbed(job, 2)
 
 
@@ -134,15 +123,12 @@ def test_a_rank_that_fails_among_collectives(job: HfJob) -> None:
     assert not any(result.ok or result.timed_out for result in results), str(results)
     assert results[1].error is not None
     assert "No space left on device. The other ranks stand still in the save" in results[1].error.message
-    assert _valid(job) == [2]
+    assert valid(job) == [2]
 
 
 def test_another_number_of_ranks(job: HfJob) -> None:
     stopped(job, *told(3), ranks=2)
-    results = attempt(job, ranks=3)
-    for result in results:
-        assert result.ok, str(result)
-    assert "written by 2 ranks with 1 batches of 4 in a step, these are 3 with 1 of 4" in results[0].output
+    assert "written by 2 ranks with 1 batches of 4 in a step, these are 3 with 1 of 4" in ends(job, 3)
 
 
 def test_the_best_model(job: HfJob) -> None:
@@ -156,17 +142,8 @@ def test_all_gathered_on_a_rank(job: HfJob) -> None:
     full = replace(job, sharded="FULL_STATE_DICT")
     assert "SHARDED_STATE_DICT does without" in stopped(full, *told(4, rank=1), ranks=2)
     assert (job.output / "checkpoint-4" / "pytorch_model_fsdp.bin").exists()
-    assert _valid(job) == [4]
+    assert valid(job) == [4]
     assert goes_on(full, 2) == undisturbed(job, 2)
-
-
-def _valid(job: HfJob) -> list[int]:
-    """The steps of all checkpoints, newest first; every byte of them is right."""
-    found = survey(job.output)
-    for one in found:
-        assert verify(one.path, BlockPool()).manifest is not None
-    assert len(found) == len(checkpoints(job))
-    return [one.step for one in found]
 
 
 def _by_stock(folder: Path, copy: Path) -> dict[str, Any]:
@@ -185,15 +162,6 @@ def _assert_same(ours: Any, theirs: Any) -> None:
         assert torch.equal(ours, theirs)
     else:
         assert ours == theirs
-
-
-def _after(job: HfJob, step: int) -> dict[str, Any]:
-    """What the last attempt has seen, which went on from this step, and its weights."""
-    found = seen(job.folder)
-    for name, lines in found.items():
-        if name.startswith("losses"):
-            found[name] = [loss for at, loss, _ in lines[-(12 - step) :] if at >= step]
-    return {name: what["weights"] if name.startswith("end") else what for name, what in found.items()}
 
 
 def _ending(found: dict[str, Any]) -> dict[str, Any]:

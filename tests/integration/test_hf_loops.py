@@ -11,9 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
-from reprieve.errors import ConfigError
 from reprieve.testing import pause
 
 from .hf_jobs import Asking, HfJob, seen
@@ -272,12 +272,19 @@ def test_small_files_do_not_touch_the_disk(tmp_path: Path) -> None:
     assert torch.load(io.BytesIO(source.data)) == {"step": 3}  # type: ignore[union-attr]
 
 
-def test_deepspeed_is_refused() -> None:
-    from reprieve.frameworks.transformers import starting
+def test_what_is_saved_and_removed_again_is_not_there(tmp_path: Path) -> None:
+    """As transformers does with ZeRO 3. And nothing is in torch's old format, which DeepSpeed may be told to use."""
+    from transformers import trainer
 
-    trainer = SimpleNamespace(args=SimpleNamespace(save_only_model=False), is_deepspeed_enabled=True)
-    with pytest.raises(ConfigError, match="Use FSDP2"):
-        starting.check(trainer)
+    from reprieve.frameworks.transformers.collecting import Collecting
+
+    with Collecting(tmp_path) as collecting:
+        for name in ("model.safetensors", "other.safetensors"):
+            safetensors.torch.save_file({"weight": torch.ones(3)}, tmp_path / name)
+        torch.save(torch.ones(2**20), tmp_path / "states.pt", _use_new_zipfile_serialization=False)
+        trainer.remove_dummy_checkpoint(True, str(tmp_path), ["model.safetensors", "pytorch_model.bin"])
+    assert [file.name for file in collecting.files()] == ["other.safetensors", "states.pt"]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_transformers_bar_is_back_after_the_training(monkeypatch: pytest.MonkeyPatch) -> None:

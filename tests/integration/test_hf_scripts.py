@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from .hf_jobs import deepspeed_config
 from .launch_kit import HERE, Lab, until
 
 SCRIPTS = HERE / "hf_scripts"
@@ -43,14 +44,28 @@ def _final(folder: Path) -> dict[str, bytes]:
     return found
 
 
+LAUNCHERS = {
+    "python": [],
+    "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"],
+    "deepspeed": ["-m", "deepspeed.launcher.runner", "--num_gpus=2", "--no_local_rank"],
+}
+
+
 @pytest.mark.parametrize(
-    ("script", "ranks"), [("with_argparse", 1), ("with_trl", 1), ("flat", 1), ("with_hf_argument_parser", 2)]
+    ("script", "launcher"),
+    [
+        ("with_argparse", "python"),
+        ("with_trl", "python"),
+        ("flat", "python"),
+        ("with_hf_argument_parser", "torchrun"),
+        ("with_hf_argument_parser", "deepspeed"),
+    ],
 )
-def test_an_unmodified_script(lab: Lab, script: str, ranks: int) -> None:
-    command = [sys.executable, str(SCRIPTS / f"{script}.py"), *COMMANDS[script]]
-    if ranks > 1:
-        torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
-        command[1:1] = torchrun
+def test_an_unmodified_script(lab: Lab, script: str, launcher: str) -> None:
+    command = [sys.executable, *LAUNCHERS[launcher], str(SCRIPTS / f"{script}.py"), *COMMANDS[script]]
+    if launcher == "deepspeed":
+        (lab.folder / "zero.json").write_text(json.dumps(deepspeed_config(2)))
+        command += ["--deepspeed", str(lab.folder / "zero.json")]
     plain = lab.folder / "undisturbed"
     plain.mkdir()
     subprocess.run(command, cwd=plain, env=lab.env, check=True, capture_output=True, timeout=180)

@@ -1,8 +1,9 @@
 """The check of a checkpoint folder that has no Reprieve manifest, before anything resumes from it.
 
-Stock transformers, `torch.save`, safetensors and DCP leave no record of what they wrote: such a folder counts as valid
-only after every file in it was opened and read, and is what its format says it is. Here are the rules for the folder;
-`files`, `torch_zip` and `dcp` check one file. Nothing is unpickled, not even with weights_only.
+Stock transformers, `torch.save`, safetensors, DCP and DeepSpeed leave no record of what they wrote: such a folder
+counts as valid only after every file in it was opened and read, and is what its format says it is. Here are the rules
+for the folder; `files`, `torch_zip` and `dcp` check one file, `deepspeed` knows which it has. Nothing is unpickled, not
+even with weights_only.
 
 What this cannot see, because the formats hold nothing to compare with: changed bits in safetensors data, in torch
 files written with CRCs switched off, in texts, and JSON that changed into other JSON.
@@ -15,6 +16,7 @@ import stat
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
+from reprieve.checkpoint.foreign import deepspeed
 from reprieve.checkpoint.foreign.dcp import Region, check_dcp_metadata, check_distcp
 from reprieve.checkpoint.foreign.files import FileReader, check_safetensors, parse_json
 from reprieve.checkpoint.foreign.torch_zip import (
@@ -80,7 +82,13 @@ class _Check:
             if _base(name) == SENTINEL:
                 raise InvalidCheckpoint(f"a save that never finished: {name} is still there")
         if "trainer_state.json" in self.files:
-            _check_trainer_files(self.files)
+            if deepspeed.partition(self.files) is None:
+                _check_trainer_files(self.files)
+            elif deepspeed.LATEST not in self.files:
+                raise InvalidCheckpoint("latest is missing: a save of DeepSpeed's that never finished")
+            else:
+                self._open(deepspeed.LATEST, self._check_latest, count=False)
+            _check_random_numbers(self.files)
             self._check_trainer_state()
         indexes = {name: self._read_index(name) for name in self.files if name.endswith(_INDEX_SUFFIXES)}
         self._check_shards_have_index()
@@ -133,6 +141,17 @@ class _Check:
         named = re.fullmatch(r"checkpoint-(\d+)", self.root.name)
         if named and int(named[1]) != step:
             raise InvalidCheckpoint(f"trainer_state.json is from step {step}, the folder's name says {named[1]}")
+
+    def _check_latest(self, name: str, file: FileReader) -> None:
+        """It names the folder in which DeepSpeed goes on."""
+        tag = file.read(0, file.size).decode(errors="replace").strip()
+        saved = deepspeed.partition(one for one in self.files if one.startswith(f"{tag}/"))
+        if saved is None:
+            raise InvalidCheckpoint(f"it names {tag!r}, and there is no model in there")
+        ranks = sum(Path(one).match("rng_state*.pth") and "/" not in one for one in self.files)
+        for what, count in (("the optimizer", saved.optimizers), ("the model", saved.models)):
+            if count not in (0, ranks):
+                raise InvalidCheckpoint(f"{tag} holds {count} parts of {what}, of {ranks} ranks")
 
     def _read_index(self, name: str) -> dict[str, str]:
         """Which file holds each weight, after all of them were seen to be there."""
@@ -206,6 +225,9 @@ def _check_trainer_files(files: Collection[str]) -> None:
         raise InvalidCheckpoint("optimizer.pt is missing (saved with save_only_model?)")
     if "scheduler.pt" not in files:
         raise InvalidCheckpoint("scheduler.pt is missing")
+
+
+def _check_random_numbers(files: Collection[str]) -> None:
     if not any(Path(name).match("rng_state*.pth") and "/" not in name for name in files):
         raise InvalidCheckpoint("rng_state.pth is missing")
 
@@ -213,6 +235,8 @@ def _check_trainer_files(files: Collection[str]) -> None:
 def _allowed_globals(base: str) -> Collection[str] | None:
     if base == "training_args.bin":
         return None  # never unpickled: the arguments of the running script count
+    if deepspeed.is_states(base):
+        return deepspeed.GLOBALS
     return NUMPY_RNG_GLOBALS if Path(base).match("rng_state*.pth") else ()
 
 

@@ -75,15 +75,21 @@ class Collecting:
     def take(self, layout: FileLayout) -> None:
         self._caught[layout.name] = layout
 
+    def drop(self, path: object) -> None:
+        """It is not to be saved, after all."""
+        if (name := self.name_of(path)) is not None:
+            self._caught.pop(name, None)
+
 
 def _save(real: Callable[..., None], obj: object, f: object, *args: Any, **kwargs: Any) -> None:
     """In place of `torch.save`."""
     here: Collecting | None = getattr(_collecting, "now", None)
     name = here.name_of(f) if here is not None else None
-    if here is None or name is None or args or kwargs:
+    if here is None or name is None or args or kwargs.keys() - {"_use_new_zipfile_serialization"}:
         real(obj, f, *args, **kwargs)
     elif _bytes_in(obj) < _LARGE:
-        # Not into the folder: torch says of a full disk no more than that something failed.
+        # Not into the folder: torch says of a full disk no more than that something failed. And never in torch's old
+        # format, which nobody can check without running it.
         memory = io.BytesIO()
         real(obj, memory)
         here.take(bytes_layout(name, memory.getvalue()))
@@ -123,6 +129,17 @@ def _file_system_writer(real: Callable[..., Any], path: object, *args: Any, **kw
     return CollectingWriter(name, here.take)
 
 
+def _remove_dummy_checkpoint(
+    real: Callable[..., None], is_main_process: bool, output_dir: str, filenames: list[str]
+) -> None:
+    """In place of transformers': with ZeRO 3, a model without weights is saved for all that is beside them."""
+    here: Collecting | None = getattr(_collecting, "now", None)
+    if here is not None:
+        for filename in filenames:
+            here.drop(Path(output_dir) / filename)
+    real(is_main_process, output_dir, filenames)
+
+
 def _bytes_in(obj: object) -> int:
     return sum(tensor.nbytes for _, tensor in tensors_in(obj))
 
@@ -151,13 +168,11 @@ class _Patches:
             if self._users > 1:
                 return
             self._replace(torch, "save", _save)
-            if torch.distributed.is_available():
-                self._replace(torch.distributed, "barrier", _barrier)
-            if "torch.distributed.checkpoint" in sys.modules:
-                self._replace(sys.modules["torch.distributed.checkpoint"], "FileSystemWriter", _file_system_writer)
+            self._replace(torch.distributed, "barrier", _barrier)
+            self._replace(sys.modules.get("torch.distributed.checkpoint"), "FileSystemWriter", _file_system_writer)
             for module, name in _SAFETENSORS.items():
-                if hasattr(sys.modules.get(module), name):
-                    self._replace(sys.modules[module], name, _save_file)
+                self._replace(sys.modules.get(module), name, _save_file)
+            self._replace(sys.modules.get("transformers.trainer"), "remove_dummy_checkpoint", _remove_dummy_checkpoint)
 
     def leave(self) -> None:
         with self._lock:
@@ -167,7 +182,10 @@ class _Patches:
                     setattr(*self._real.pop())
 
     def _replace(self, module: Any, name: str, ours: Callable[..., None]) -> None:
-        real = getattr(module, name)
+        """If the module was imported, and has it."""
+        real = getattr(module, name, None)
+        if real is None:
+            return
         self._real.append((module, name, real))
         setattr(module, name, lambda *args, **kwargs: ours(real, *args, **kwargs))
 

@@ -21,8 +21,8 @@ from reprieve.frameworks.transformers.replacing import replaced
 
 log = logging.getLogger("reprieve")
 
-_MISFITS = ("state_dict", "loaded state dict", "size mismatch", "Can't find a valid checkpoint")
-"""How torch, PEFT and transformers say it."""
+_MISFITS = ("state_dict", "loaded state dict", "size mismatch", "Can't find a valid checkpoint", "failed to resume")
+"""How torch, PEFT, transformers and DeepSpeed say it."""
 
 
 # Transformers 5.17 loads the optimizer of several ranks without GPUs to "cpu:0", which torch does not know.
@@ -66,7 +66,7 @@ def complete(model: Any, result: Any, path: str) -> None:
             log.info("the weights in %s have other names: they were converted", path)
             model.load_state_dict(converted.state_dict())
     if missing or unexpected:
-        raise _of_another_model(path, missing, unexpected)
+        raise of_another_model(path, missing, unexpected)
 
 
 @contextlib.contextmanager
@@ -84,7 +84,7 @@ def strict_adapters(model: Any, path: str) -> Iterator[None]:
         missing = [key for key in getattr(result, "missing_keys", ()) if key in trained]
         unexpected = list(getattr(result, "unexpected_keys", ()))
         if missing or unexpected:
-            raise _of_another_model(path, missing, unexpected)
+            raise of_another_model(path, missing, unexpected)
         return result
 
     with replaced(model, "load_adapter", load_adapter):
@@ -103,7 +103,8 @@ def callbacks(trainer: Any) -> None:
                 setattr(one, attribute, value)
 
 
-def _of_another_model(path: str, missing: Collection[str], unexpected: Collection[str]) -> StateMismatch:
+def of_another_model(path: str, missing: Collection[str], unexpected: Collection[str]) -> StateMismatch:
+    """What to raise."""
     return StateMismatch(
         f"{path} is of another model: "
         + "; ".join(

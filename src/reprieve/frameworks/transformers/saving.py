@@ -16,6 +16,7 @@ from reprieve.checkpoint import names
 from reprieve.checkpoint.layout import FileLayout
 from reprieve.errors import RankFailed, RanksError
 from reprieve.frameworks.session import Session
+from reprieve.frameworks.transformers import deepspeed
 from reprieve.frameworks.transformers.collecting import Collecting
 from reprieve.frameworks.transformers.pushing import Pushing
 from reprieve.frameworks.transformers.replacing import replaced
@@ -109,6 +110,8 @@ class Contents:
     def size(self, rank: int) -> int:
         """About how many bytes this rank will write. The optimizer has its state."""
         trainer = self._trainer
+        if trainer.is_deepspeed_enabled:
+            return deepspeed.size(trainer.model_wrapped, rank)
         if rank != 0 and not trainer.is_fsdp_enabled:
             return 0
         model = trainer.model

@@ -22,6 +22,7 @@ from reprieve.checkpoint.verify import verify
 from reprieve.config import format_size
 from reprieve.errors import ConfigError, StateMismatch
 from reprieve.frameworks.session import Session
+from reprieve.frameworks.transformers import deepspeed
 from reprieve.progress.bar import terminal
 from reprieve.settings import ALL, NEVER, Settings, resolve
 
@@ -38,19 +39,23 @@ def check(trainer: Any) -> None:
             "of TrainingArguments; save_model() saves the model alone"
         )
     if trainer.is_deepspeed_enabled:
-        raise ConfigError(
-            "DeepSpeed writes its checkpoints itself, and not as a whole: Reprieve cannot make them safe. Use FSDP2 "
-            "(TrainingArguments(fsdp=…)), or run without Reprieve"
-        )
+        deepspeed.check(trainer)
+    costs = deepspeed.gathering(trainer) if trainer.is_deepspeed_enabled else _gathering(trainer)
+    if costs and _speaks(trainer):
+        log.warning("%s", costs)
+
+
+def _gathering(trainer: Any) -> str | None:
+    """What FSDP's checkpoints cost, if they are not saved in shards."""
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    gathers = trainer.is_fsdp_enabled and "FULL" in str(getattr(plugin, "state_dict_type", ""))
-    if gathers and _speaks(trainer):
-        weights = sum(one.nbytes for one in trainer.model.parameters())
-        log.warning(
-            "FSDP with FULL_STATE_DICT gathers the whole model (%s) and its optimizer (with AdamW twice that) in the "
-            "memory of rank 0 for every checkpoint, and rank 0 alone writes it: SHARDED_STATE_DICT does without",
-            format_size(weights),
-        )
+    if not trainer.is_fsdp_enabled or "FULL" not in str(getattr(plugin, "state_dict_type", "")):
+        return None
+    weights = sum(one.nbytes for one in trainer.model.parameters())
+    return (
+        f"FSDP with FULL_STATE_DICT gathers the whole model ({format_size(weights)}) and its optimizer (with AdamW "
+        "twice that) in the memory of rank 0 for every checkpoint, and rank 0 alone writes it: SHARDED_STATE_DICT does "
+        "without"
+    )
 
 
 def settings(trainer: Any, options: Mapping[str, Any], call: int) -> tuple[Settings, dict[str, Any]]:

@@ -21,7 +21,7 @@ from typing import Any
 from reprieve.frameworks import ddp
 from reprieve.frameworks.session import Session
 from reprieve.frameworks.telling import Position
-from reprieve.frameworks.transformers import followers, moment, starting
+from reprieve.frameworks.transformers import deepspeed, followers, moment, starting
 from reprieve.frameworks.transformers.pushing import Pushing
 from reprieve.frameworks.transformers.replacing import given, replaced
 from reprieve.frameworks.transformers.resuming import Resuming
@@ -72,8 +72,13 @@ class Training:
         try:
             self._resuming = Resuming(self._trainer, session, self._real, asked)
             place = self._resuming.place
-            going_on = followers.going_on(self._trainer, place["followers"] if place else {})
-            with self._hooked(), sought(self._trainer.args), starting.bar_replaced(self._trainer), going_on:
+            with (
+                self._hooked(),
+                sought(self._trainer.args),
+                starting.bar_replaced(self._trainer),
+                followers.going_on(self._trainer, place["followers"] if place else {}),
+                deepspeed.read_safely(self._trainer),
+            ):
                 result = train(self._resuming.path, *args, **kwargs)
             together = True
             return result
