@@ -1,13 +1,15 @@
 """Qwen2.5-1.5B (from its config) fine-tuned in float32 with AdamW on a GPU: SIGTERM, and what follows.
 
-python -m benchmarks.gpu_transformers            everything: about 8 minutes, and room for three times 18.5 GB
+python -m benchmarks.gpu_transformers            everything: about 10 minutes, and room for three times 18.5 GB
 python -m benchmarks.gpu_transformers --only full,lora
 
     full      SIGTERM → durable, held against the disk's own time after each stop; one is in an evaluation
     stock     the same with transformers' own just-in-time checkpoints
     periodic  how long training stands still for a save in the background
     lora      SIGTERM → durable with an adapter on the same model
-    exact     a small model in float16 (with a loss scale) and in bfloat16, stopped and started again: the same bits?
+    zero      SIGTERM → durable with DeepSpeed, in bfloat16 (ZeRO 2, 24.7 GB)
+    exact     a small model in float16 (with a loss scale), in bfloat16, and with DeepSpeed (ZeRO 2 and 3): stopped and
+              started again, the same bits?
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -76,6 +79,8 @@ def train(options: argparse.Namespace) -> None:
             self.note(evaluating=True)
             return super().prediction_step(*args, **kwargs)
 
+    if options.zero:
+        _alone()
     torch.manual_seed(0)
     with torch.device("cpu" if options.small else "cuda"):
         model: Any = Qwen2ForCausalLM(Qwen2Config(**QWEN | (SMALL if options.small else {})))
@@ -92,7 +97,7 @@ def train(options: argparse.Namespace) -> None:
             eval_strategy="steps", eval_steps=options.evaluate or 10**6, per_device_eval_batch_size=1,
             torch_compile=options.compile, enable_jit_checkpoint=options.jit, save_total_limit=1,
             fp16=options.fp16, bf16=options.bf16, full_determinism=options.deterministic,
-            use_cpu=not torch.cuda.is_available(),
+            use_cpu=not torch.cuda.is_available(), deepspeed=_deepspeed(options.zero) if options.zero else None,
         ),
         train_dataset=Tokens(4000),
         eval_dataset=Tokens(200),
@@ -103,6 +108,23 @@ def train(options: argparse.Namespace) -> None:
         reprieve.transformers.protect(trainer, grace="5m", notices="off")
     trainer.train()
     trainer.save_model(options.folder)
+
+
+def _deepspeed(stage: int) -> dict[str, Any]:
+    theirs = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps", "gradient_clipping")
+    return {
+        **dict.fromkeys(theirs, "auto"), "bf16": {"enabled": "auto"}, "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
+    }  # fmt: skip
+
+
+def _alone() -> None:
+    """DeepSpeed wants to be told, by whoever starts it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in world.items()}
 
 
 # What is done to it
@@ -195,6 +217,24 @@ def full(folder: Path) -> dict[str, float]:
     return found | {"stop_s": median(stops), "disk_s": disk_s, "x_disk": (median(stops) - step_s) / disk_s}
 
 
+def zero(folder: Path) -> dict[str, float]:
+    """One stop, and the disk's own time for as many bytes after it."""
+    run = Run(folder, "--zero", "2", "--bf16")
+    run.until(lambda notes: len(notes) >= 8)
+    step_s = _step_s(run.new())
+    _, code, output = run.stop()
+    stop_s = _after_signal(output)
+    size = sum(path.stat().st_size for path in folder.glob("checkpoint-*/**/*") if path.is_file())
+    shutil.rmtree(folder)
+    folder.mkdir()
+    times = {str(way): [_disk_s(folder / "disk", size, way) for _ in range(3)] for way in WAYS}
+    disk_s = min(median(seconds) for seconds in times.values())
+    return {
+        "stop_s": stop_s, "step_s": step_s, "exit_code": code, "bytes": float(size), "disk_s": disk_s,
+        "x_disk": (stop_s - step_s) / disk_s,
+    }  # fmt: skip
+
+
 def _disk_s(path: Path, size: int, way: disk.Way) -> float:
     disk.create(path, size)
     settle()
@@ -241,8 +281,11 @@ def lora(folder: Path) -> dict[str, float]:
 def exact(folder: Path) -> dict[str, float]:
     """Losses that differ from those of a training without Reprieve, of 200, and whether the weights at the end do."""
     found: dict[str, float] = {}
-    for kind in ("bf16",) if Run.small else ("fp16", "bf16"):
-        options = ("--small", "--deterministic", "--steps", "200", f"--{kind}")
+    kinds = {"fp16": ["--fp16"], "bf16": ["--bf16"], **{f"zero_{n}": ["--bf16", "--zero", str(n)] for n in (2, 3)}}
+    if Run.small:
+        del kinds["fp16"]
+    for kind, precision in kinds.items():
+        options = ("--small", "--deterministic", "--steps", "200", *precision)
         folder.mkdir(exist_ok=True)
         alone = Run(folder / kind, *options, "--bare")
         alone.end()
@@ -271,7 +314,7 @@ def _after_signal(output: str) -> float:
 
 
 PARTS: dict[str, Callable[[Path], dict[str, float]]] = {
-    "full": full, "lora": lora, "periodic": periodic, "stock": stock, "exact": exact,
+    "full": full, "lora": lora, "periodic": periodic, "stock": stock, "zero": zero, "exact": exact,
 }  # fmt: skip
 
 
@@ -285,6 +328,7 @@ def main() -> int:
     for name in ("jit", "bare", "lora", "compile", "fp16", "bf16", "deterministic"):
         parser.add_argument(f"--{name}", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=100_000, help=argparse.SUPPRESS)
+    parser.add_argument("--zero", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--every", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--evaluate", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()

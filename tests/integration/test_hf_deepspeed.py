@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
 import shutil
 from dataclasses import replace
@@ -11,13 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from reprieve.checkpoint.checkpointer import Checkpointer
 from reprieve.checkpoint.foreign.folder import check_foreign
 from reprieve.checkpoint.manifest import ARCHIVE_MARK
 from reprieve.errors import ConfigError, InvalidCheckpoint
 from reprieve.frameworks.transformers import deepspeed
+from reprieve.frameworks.transformers.collecting import Collecting
+from reprieve.testing import run_ranks
 
-from .hf_jobs import HfJob, deepspeed_config
+from .hf_jobs import PRELOAD_DEEPSPEED, HfJob, deepspeed_config
 from .hf_kit import after, ends, goes_on, refused, stopped, undisturbed, valid
 from .stop_scenario_jobs import told
 
@@ -91,6 +96,10 @@ def stock(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_stock_goes_on_from_ours(job: HfJob, stock: HfJob) -> None:
     job = replace(job, masking=False, zero=stock.zero)
     stopped(job, *told(4), ranks=2)
+    if stock.zero == 2:
+        ours, theirs = (load_file(one.output / "checkpoint-4" / "model.safetensors") for one in (job, stock))
+        assert theirs.keys() - ours.keys() == {"lm_head.weight"}, "tied, and written twice by stock"
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     ends(replace(job, safe=False, given=True), 2)
     assert after(job, 4) == after(stock, 4)
 
@@ -135,6 +144,22 @@ def test_no_code_of_a_checkpoint_runs(stock: HfJob, tmp_path: Path) -> None:
         check_foreign(folder)
     with pytest.raises(pickle.UnpicklingError):
         deepspeed._read(torch.load, SimpleNamespace(), folder, str(file), weights_only=False)
+
+
+def test_weights_are_not_copied(tmp_path: Path) -> None:
+    """They are parts of one tensor, and still each on its own."""
+    from deepspeed.checkpoint import utils
+
+    whole = torch.arange(8.0)
+    parts = {"a": whole[:4], "b": whole[4:], "turned": torch.ones(2, 3).t(), "extra": {"step": 3}}
+    with Collecting(tmp_path):
+        taken = utils.clone_tensors_for_torch_save(parts)
+    for name in ("a", "b"):
+        assert taken[name].data_ptr() == parts[name].data_ptr()
+        assert taken[name].untyped_storage().nbytes() == 16
+    assert taken["turned"].data_ptr() != parts["turned"].data_ptr()
+    assert taken["extra"] == {"step": 3}
+    assert utils.clone_tensors_for_torch_save(parts)["a"].data_ptr() != parts["a"].data_ptr()
 
 
 def test_large_files_are_written_by_us(job: HfJob) -> None:
@@ -184,6 +209,25 @@ def test_what_is_written_past_us(config: dict[str, Any], word: str) -> None:
     trainer = SimpleNamespace(accelerator=SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin)))
     with pytest.raises(ConfigError, match=word):
         deepspeed.check(trainer)
+
+
+def _loop(folder: str, given: str) -> None:
+    """A loop of one's own, with DeepSpeed."""
+    model = torch.nn.Linear(4, 4)
+    settings = {"train_batch_size": 4, "zero_allow_untested_optimizer": True, "zero_optimization": {"stage": 3}}
+    engine, optimizer, *_ = importlib.import_module("deepspeed").initialize(
+        model=model, optimizer=torch.optim.AdamW(model.parameters()), config=settings
+    )
+    Checkpointer(folder, **{given: {"engine": engine, "model": model, "optimizer": optimizer}[given]})
+
+
+@pytest.mark.parametrize("given", ["engine", "model", "optimizer"])
+def test_a_loop_of_ones_own_is_refused(tmp_path: Path, given: str) -> None:
+    """It would save what is not whole."""
+    [result] = run_ranks(1, _loop, str(tmp_path), given, backend="gloo", modules=PRELOAD_DEEPSPEED)
+    assert result.error is not None, str(result)
+    assert result.error.type == "ConfigError", str(result)
+    assert f"{given} is DeepSpeed's, which saves and loads its state itself" in result.error.message
 
 
 def test_all_gathered_on_a_rank(job: HfJob) -> None:

@@ -67,6 +67,7 @@ class State:
         for name, obj in objects.items():
             if not _NAME.fullmatch(name) or name in (RNG, VALUES):
                 raise ConfigError(f"{name!r} cannot be the name of a part of the state: it names a file")
+            _refuse_deepspeed(name, obj)
             if isinstance(obj, torch.nn.Module):
                 self.modules[name] = unwrap(obj)
                 if not _broadcasts_buffers(obj):
@@ -143,6 +144,16 @@ def _ties(module: torch.nn.Module) -> dict[str, str]:
         if (known := first.setdefault(id(parameter), key)) != key:
             ties[key] = known
     return ties
+
+
+def _refuse_deepspeed(name: str, obj: object) -> None:
+    """Its engine divides a state among ranks in a way of its own: what each would give us are no replicas."""
+    by_name = any("deepspeed" in kind.__module__ for kind in type(obj).__mro__)
+    if by_name or (isinstance(obj, torch.nn.Module) and any(hasattr(one, "ds_id") for one in obj.parameters())):
+        raise ConfigError(
+            f"{name} is DeepSpeed's, which saves and loads its state itself. With a transformers.Trainer Reprieve sees "
+            "to that (reprieve.transformers.protect, reprieve run); in a loop of your own use FSDP2 (fully_shard)"
+        )
 
 
 def _refuse_sharded(name: str, extras: Mapping[str, Any]) -> None:

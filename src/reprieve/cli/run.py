@@ -1,7 +1,7 @@
 """`reprieve run`: a training command, looked after.
 
-COMMAND is what you type today: python train.py …, train.py …, torchrun …, accelerate launch …. Our options come before
-it; each can also be given by the variable in brackets.
+COMMAND is what you type today: python train.py …, train.py …, torchrun …, accelerate launch …, deepspeed …. Our
+options come before it; each can also be given by the variable in brackets.
 
 exit codes:
   0     training finished
