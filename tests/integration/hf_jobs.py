@@ -25,9 +25,9 @@ from reprieve.testing.child import disk
 
 from .hf_trainers import MAKERS
 
-PRELOAD = ("transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "accelerate")
+PRELOAD = ("transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "accelerate", "deepspeed")
+"""Accelerate imports DeepSpeed where it is installed, for any trainer."""
 PRELOAD_TRL = (*PRELOAD, "trl.trainer.sft_trainer", "peft")
-PRELOAD_DEEPSPEED = (*PRELOAD, "deepspeed")
 _TIMES = ("runtime", "per_second", "preparation_time", "step_time")
 
 

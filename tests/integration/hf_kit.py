@@ -13,7 +13,7 @@ from reprieve.checkpoint.survey import survey
 from reprieve.checkpoint.verify import verify
 from reprieve.testing import Fault, Result, run_ranks
 
-from .hf_jobs import PRELOAD, PRELOAD_DEEPSPEED, PRELOAD_TRL, HfJob, seen, train
+from .hf_jobs import PRELOAD, PRELOAD_TRL, HfJob, seen, train
 from .hf_trainers import WITHOUT_TRL
 
 _ENV = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "REPRIEVE_GRACE": "40s"}
@@ -35,14 +35,8 @@ def attempt(
     return run_ranks(
         ranks, fn, job, *args, faults=faults, env={**_ENV, **env}, timeout="120s",
         backend="gloo" if ranks > 1 or job.zero is not None else None,
-        modules=modules or _modules(job),
+        modules=modules or (PRELOAD if job.trainer in WITHOUT_TRL else PRELOAD_TRL),
     )  # fmt: skip
-
-
-def _modules(job: HfJob) -> Sequence[str]:
-    if job.trainer not in WITHOUT_TRL:
-        return PRELOAD_TRL
-    return PRELOAD if job.zero is None else PRELOAD_DEEPSPEED
 
 
 def stopped(job: HfJob, *faults: Fault, ranks: int = 1) -> str:

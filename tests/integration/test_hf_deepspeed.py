@@ -22,7 +22,7 @@ from reprieve.frameworks.transformers import deepspeed
 from reprieve.frameworks.transformers.collecting import Collecting
 from reprieve.testing import run_ranks
 
-from .hf_jobs import PRELOAD_DEEPSPEED, HfJob, deepspeed_config
+from .hf_jobs import PRELOAD, HfJob, deepspeed_config
 from .hf_kit import after, ends, goes_on, refused, stopped, undisturbed, valid
 from .stop_scenario_jobs import told
 
@@ -224,7 +224,7 @@ def _loop(folder: str, given: str) -> None:
 @pytest.mark.parametrize("given", ["engine", "model", "optimizer"])
 def test_a_loop_of_ones_own_is_refused(tmp_path: Path, given: str) -> None:
     """It would save what is not whole."""
-    [result] = run_ranks(1, _loop, str(tmp_path), given, backend="gloo", modules=PRELOAD_DEEPSPEED)
+    [result] = run_ranks(1, _loop, str(tmp_path), given, backend="gloo", modules=PRELOAD)
     assert result.error is not None, str(result)
     assert result.error.type == "ConfigError", str(result)
     assert f"{given} is DeepSpeed's, which saves and loads its state itself" in result.error.message
