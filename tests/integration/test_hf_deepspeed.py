@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import pickle
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,6 +63,9 @@ _FILES = {
 }
 
 
+_ON_CPU = deepspeed_config(2, offload_optimizer={"device": "cpu"}) | {"zero_force_ds_cpu_optimizer": False}
+
+
 @pytest.mark.parametrize(
     ("more", "ranks"),
     [
@@ -72,8 +77,11 @@ _FILES = {
         ({"zero": 2, "trainer": "lora", "model": "llama"}, 2),
         ({"zero": 3, "trainer": "lora", "model": "llama"}, 2),
         ({"zero": 1}, 1),
+        ({"zero": 0, "bf16": True}, 2),
+        ({"zero": 2, "deepspeed": _ON_CPU}, 2),
+        ({"zero": 1, "bf16": True, "deepspeed": deepspeed_config(1) | {"data_types": {"grad_accum_dtype": "fp32"}}}, 2),
     ],
-    ids=lambda one: "-".join(str(value) for value in one.values()) if isinstance(one, dict) else f"{one} ranks",
+    ids=lambda one: ", ".join(one) if isinstance(one, dict) else f"{one} ranks",
 )
 def test_of_every_kind(job: HfJob, more: dict[str, Any], ranks: int) -> None:
     of_job = {name: more.pop(name) for name in ("zero", "trainer", "model") if name in more}
@@ -102,6 +110,20 @@ def test_stock_goes_on_from_ours(job: HfJob, stock: HfJob) -> None:
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     ends(replace(job, safe=False, given=True), 2)
     assert after(job, 4) == after(stock, 4)
+
+
+def test_its_own_script_reads_ours(job: HfJob, stock: HfJob, tmp_path: Path) -> None:
+    """The one that DeepSpeed leaves in each checkpoint: all weights, also where each rank has a part of them."""
+    job = replace(job, masking=False, zero=stock.zero)
+    stopped(job, *told(4), ranks=2)
+    found = []
+    for one in (job, stock):
+        folder, weights = one.output / "checkpoint-4", tmp_path / f"weights-{len(found)}"
+        subprocess.run([sys.executable, "zero_to_fp32.py", ".", str(weights)], cwd=folder, check=True, timeout=100)
+        found.append(torch.load(weights / "pytorch_model.bin", weights_only=True))
+    ours, theirs = found
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def test_goes_on_from_stock(job: HfJob, stock: HfJob) -> None:

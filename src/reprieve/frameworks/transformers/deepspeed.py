@@ -110,25 +110,27 @@ def _check_partition(engine: Any, folder: Path) -> None:
     now = files.KINDS[engine.zero_optimization_stage()]
     if saved.kind != now:
         raise StateMismatch(
-            f"{folder} was saved with {saved.kind}, and this is {now}: go on with that, or start over from its weights"
+            f"{folder} was saved with {saved.kind}, and this is {now}: go on with that, or start over from its weights "
+            "(zero_to_fp32.py in there writes them)"
         )
     ranks = getattr(engine, "seq_dp_world_size", engine.dp_world_size)
     if saved.optimizers and saved.optimizers != ranks:
         raise StateMismatch(
             f"{folder} holds the optimizer in {saved.optimizers} parts, for as many ranks, and these are {ranks}: "
-            f"DeepSpeed cannot divide it anew. Go on with {saved.optimizers} ranks, or convert it (python -m "
-            "deepspeed.checkpoint.ds_to_universal)"
+            f"DeepSpeed cannot divide it anew. Go on with {saved.optimizers} ranks, or start over from its weights "
+            "(zero_to_fp32.py in there writes them)"
         )
 
 
 def _check_module(model: Any, state: Mapping[str, Any], path: str) -> None:
     """DeepSpeed itself does not ask whether an adapter fits, nor a model of which each rank has a part."""
     trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
-    missing, unexpected = trained.keys() - state["module"].keys(), state["module"].keys() - model.state_dict().keys()
+    shapes = {name: tuple(shape) for group in state.get("param_shapes") or () for name, shape in group.items()}
+    missing = trained.keys() - (shapes or state["module"]).keys()
+    unexpected = shapes.keys() - trained.keys() if shapes else state["module"].keys() - model.state_dict().keys()
     if missing or unexpected:
         raise of_another_model(path, missing, unexpected)
-    for shapes in state.get("param_shapes") or ():
-        for name, shape in shapes.items():
-            live = trained[name]
-            if tuple(shape) != tuple(getattr(live, "ds_shape", live.shape)):
-                raise RuntimeError(f"size mismatch for {name}: {tuple(shape)} in the checkpoint")
+    for name, shape in shapes.items():
+        live = trained[name]
+        if shape != tuple(getattr(live, "ds_shape", live.shape)):  # ds_shape: of the whole, where this is a part
+            raise RuntimeError(f"size mismatch for {name}: {shape} in the checkpoint")
