@@ -173,13 +173,16 @@ def test_weights_are_not_copied(tmp_path: Path) -> None:
     from deepspeed.checkpoint import utils
 
     whole = torch.arange(8.0)
-    parts = {"a": whole[:4], "b": whole[4:], "turned": torch.ones(2, 3).t(), "extra": {"step": 3}}
+    others = {"turned": torch.ones(2, 3).t(), "counts": torch.arange(3)}
+    parts = {"a": whole[:4], "b": whole[4:], **others, "extra": {"step": 3}}
     with Collecting(tmp_path):
         taken = utils.clone_tensors_for_torch_save(parts)
     for name in ("a", "b"):
         assert taken[name].data_ptr() == parts[name].data_ptr()
         assert taken[name].untyped_storage().nbytes() == 16
-    assert taken["turned"].data_ptr() != parts["turned"].data_ptr()
+    for name, value in others.items():
+        assert taken[name].data_ptr() != value.data_ptr()
+        assert torch.equal(taken[name], value)
     assert taken["extra"] == {"step": 3}
     assert utils.clone_tensors_for_torch_save(parts)["a"].data_ptr() != parts["a"].data_ptr()
 

@@ -1,8 +1,10 @@
 """What a checkpoint of DeepSpeed is made of: `latest` names a folder, and that has files of each rank.
 
-global_step40/mp_rank_00_model_states.pt                     the model, by rank 0; with ZeRO 3 by each rank:
-global_step40/zero_pp_rank_0_mp_rank_00_model_states.pt
-global_step40/zero_pp_rank_0_mp_rank_00_optim_states.pt      with ZeRO, each rank's part of the optimizer
+    global_step40/mp_rank_00_model_states.pt                     the model, by rank 0; with ZeRO 3 by each rank:
+    global_step40/zero_pp_rank_0_mp_rank_00_model_states.pt
+    global_step40/zero_pp_rank_0_mp_rank_00_optim_states.pt      with ZeRO, each rank's part of the optimizer
+
+The last begins with `bf16_` where bfloat16 is trained. Stages 1 and 2 of ZeRO divide alike, and have the same files.
 """
 
 from __future__ import annotations

@@ -37,6 +37,9 @@ _SAFETENSORS = {
 }
 """Modules that hold the function under a name of their own."""
 
+_ALIASED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""What weights in training are made of. DLPack passes all of these on as they are; an int4 comes back as an int8."""
+
 _collecting = threading.local()
 
 
@@ -148,8 +151,8 @@ def _clone_tensors(real: Callable[..., Any], item: Any, *args: Any, **kwargs: An
     if getattr(_collecting, "now", None) is None or not isinstance(item, dict):
         return real(item, *args, **kwargs)
     return {
-        name: from_dlpack(value.detach())
-        if isinstance(value, torch.Tensor) and value.is_contiguous()
+        name: from_dlpack(value)
+        if type(value) is torch.Tensor and value.dtype in _ALIASED and value.is_contiguous()
         else real(value, *args, **kwargs)
         for name, value in item.items()
     }

@@ -40,7 +40,9 @@ def check(trainer: Any) -> None:
         )
     if trainer.is_deepspeed_enabled:
         deepspeed.check(trainer)
-    costs = deepspeed.gathering(trainer) if trainer.is_deepspeed_enabled else _gathering(trainer)
+        costs = deepspeed.gathering(trainer)
+    else:
+        costs = _gathering(trainer)
     if costs and _speaks(trainer):
         log.warning("%s", costs)
 
