@@ -33,6 +33,8 @@ class Asked:
     metrics: Mapping[str, float] | None
     values: Mapping[str, Any] | None
     files: Callable[[], Sequence[FileLayout]]
+    unrequested: bool
+    replace: bool
 
     def manifest(
         self, created: datetime, owner: Member, ranks: Ranks, *, parent: str | None, state: list[str]
@@ -49,6 +51,7 @@ class Asked:
             versions=_versions(),
             metrics=_finite(self.metrics) if ranks.rank == 0 else {},
             state=state,
+            unrequested=self.unrequested,
             files={},
         )
 

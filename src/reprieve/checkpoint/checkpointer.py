@@ -29,7 +29,7 @@ from reprieve.checkpoint.asked import Asked, check_same_step
 from reprieve.checkpoint.background import Background
 from reprieve.checkpoint.blocks import BLOCK_BYTES, BlockPool
 from reprieve.checkpoint.due import Due
-from reprieve.checkpoint.fingerprint import fingerprint
+from reprieve.checkpoint.fingerprint import parts_of
 from reprieve.checkpoint.layout import FileLayout
 from reprieve.checkpoint.loadable import check_loadable
 from reprieve.checkpoint.owner import Member, Owner, OwnerRecord, acquire, join
@@ -72,7 +72,7 @@ class Checkpointer:
         checkpointer.close()
 
     `every`: when `save_if_due` saves: 500, "500 steps", "epoch", "10m", a list of them, or None for never.
-    `keep`, `keep_every`, `best`: what retention keeps, see `Retention`.
+    `keep`, `keep_every`, `best`, `keep_requested`: what retention keeps, see `Retention`.
     `run`: the run's name; the same name after a restart goes on with the run. Default: `REPRIEVE_RUN`, else the name
         that the folder has already, else a new one.
     `fresh`: start over; checkpoints that are there already are moved to a folder beside them.
@@ -92,6 +92,7 @@ class Checkpointer:
         keep: int | None = 3,
         keep_every: int | None = None,
         best: tuple[str, str] | None = None,
+        keep_requested: bool = False,
         run: str | None = None,
         fresh: bool = False,
         strict: bool = True,
@@ -108,7 +109,7 @@ class Checkpointer:
         if when_busy not in ("wait", "skip"):
             raise ConfigError(f'when_busy={when_busy!r}: it is "wait" or "skip"')
         self.root = local_path(uri)
-        self.retention = Retention(keep=keep, keep_every=keep_every, best=best)
+        self.retention = Retention(keep=keep, keep_every=keep_every, best=best, keep_requested=keep_requested)
         self._clock = clock or SystemClock()
         self.schedule = Schedule.of(every, self._clock)
         self._state = State(state)
@@ -190,6 +191,8 @@ class Checkpointer:
         metrics: Mapping[str, float] | None = None,
         values: Mapping[str, Any] | None = None,
         files: Callable[[], Sequence[FileLayout]] = tuple,
+        unrequested: bool = False,
+        replace: bool = False,
         background: bool = False,
         progress: Progress | None = None,
         within: timedelta | None = None,
@@ -198,6 +201,9 @@ class Checkpointer:
 
         `files`: more files of this rank; asked for once, when the save before this one is done, and of all ranks before
         any of them can have failed: there may be collectives in it.
+        `unrequested`: the script's save strategy did not ask for this save (see `Retention.keep_requested`).
+        `replace`: a checkpoint of this step that this process has saved or restored does not count as this save: it is
+        replaced. It stays until the new one is durable.
         `within`: the process ends after this save, so soon. Nothing is retired any more, and no rank is waited for
         longer.
         """
@@ -207,7 +213,7 @@ class Checkpointer:
         if self._closed:
             raise ConfigError(f"the checkpointer of {self.root} is closed: make a new one")
         target = names.checkpoint(self.root, step)
-        asked = Asked(step, epoch, metrics, values, files)
+        asked = Asked(step, epoch, metrics, values, files, unrequested, replace)
         self._ending = within is not None
         if within is not None:
             self._staging.close()  # pinning memory that nobody needs any more would slow this save down
@@ -234,7 +240,7 @@ class Checkpointer:
             self._background.raise_error()
             decision: dict[str, Any] = {"step": asked.step}
             if self._ranks.rank == 0:
-                decision |= self._decide(target, asked.step, may_skip)
+                decision |= self._decide(target, asked, may_skip)
             if "skip" in decision:
                 return decision
             job = self._saving(asked, files, progress)
@@ -247,7 +253,7 @@ class Checkpointer:
             return Save(asked.step, target, skipped=skip)
         self._let_save_end(asked.step)
         assert job is not None
-        job.begin(plans, plans[0].get("replacing"), self._make_room)
+        job.begin(plans, self._make_room)
         save = Save(asked.step, target, job.plan.bytes, diverged=job.diverged)
         self._bytes = job.plan.bytes
         self._speed.begin(asked.step, self._bytes, self._ranks.world_size)
@@ -268,14 +274,16 @@ class Checkpointer:
             log.info("the save at step %d waits for the one before it", step)
             self._background.let_save_end()
 
-    def _decide(self, target: Path, step: int, may_skip: bool) -> dict[str, str]:
+    def _decide(self, target: Path, asked: Asked, may_skip: bool) -> dict[str, Any]:
         """Is there something to save, and why may it replace what is there?"""
         self._owner.check()  # what is there may be a newer attempt's
         if may_skip and self._background.writing:
-            log.warning("the save at step %d is left out: the one before it is still being written", step)
+            log.warning("the save at step %d is left out: the one before it is still being written", asked.step)
             return {"skip": "another save was still running"}
         if not target.exists():
             return {}
+        if asked.replace and (target in self._saved or target.name == self._parent):
+            return {"superseding": True}
         reason = self._reason_to_replace(target)
         if reason is not None:
             return {"replacing": reason}
@@ -297,7 +305,7 @@ class Checkpointer:
         with self._speed:
             job.finish()
         self._saved.add(target)
-        self._retiring.newest = names.step_of(target)
+        self._retiring.saved(names.step_of(target))
 
     def _reason_to_replace(self, target: Path) -> str | None:
         """Why what stands at `target` does not count as this save; None if it does."""
@@ -482,9 +490,9 @@ class Checkpointer:
 
     # Looking
 
-    def fingerprint(self) -> str:
-        """Of the state as this process has it now: equal ones hold the same bits."""
-        return fingerprint(self._state)
+    def parts(self) -> dict[str, Any]:
+        """The state as this process has it now, by name: references to live tensors."""
+        return parts_of(self._state, self._ranks.rank, rng=self._rng)
 
     def list(self) -> list[Found]:
         """Every checkpoint in the folder, newest first."""

@@ -4,6 +4,9 @@
     commit    manifest written and flushed → sentinel removed → folder flushed → rename to `checkpoint-N` → root flushed
     discard   remove what was written; the older checkpoints were never touched
 
+A save that replaces a valid checkpoint of the same step exchanges the two names. Where the file system cannot do that,
+`clean_up` gives the old one its name back, should a crash come between two renames.
+
 The order of the flushes is the guarantee: a name that is visible stands for bytes that are durable. Each of them is
 missed by a test when it is taken out (tests/powercut).
 """
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 from pathlib import Path
 
 from reprieve.checkpoint import names
@@ -19,6 +23,8 @@ from reprieve.checkpoint.manifest import MANIFEST, SENTINEL, Manifest
 from reprieve.checkpoint.owner import Owner
 from reprieve.errors import CheckpointError
 from reprieve.storage.disk import Disk
+
+log = logging.getLogger("reprieve")
 
 SET_ASIDE = "reprieve-set-aside.json"
 
@@ -35,19 +41,51 @@ def begin(disk: Disk, folder: Path, note: str = "") -> None:
     disk.write_file(folder / SENTINEL, text.encode(), flush=False)
 
 
-def commit(disk: Disk, root: Path, folder: Path, manifest: Manifest, owner: Owner, *, replacing: str | None) -> Path:
-    """Make the save visible; durable on return. A `checkpoint-N` that is in the way is set aside, for that reason."""
+def commit(
+    disk: Disk,
+    root: Path,
+    folder: Path,
+    manifest: Manifest,
+    owner: Owner,
+    *,
+    replacing: str | None,
+    superseding: bool = False,
+) -> Path:
+    """Make the save visible; durable on return. A `checkpoint-N` that is in the way is set aside, for that reason;
+    with `superseding` it is valid, stays until the new one has its name, and is removed then."""
     target = names.checkpoint(root, manifest.step)
     # From the first change on: an attempt that was fenced must leave the folder of its successor alone.
     with owner.committing():
         seal(disk, folder, manifest)
-        if target.exists():
-            if replacing is None:
-                raise CheckpointError(f"{target} appeared while it was being saved: does another program write here?")
-            set_aside(disk, target, replacing)
-        disk.rename(folder, target)
+        if superseding and target.exists():
+            _replace(disk, folder, target)
+        else:
+            if target.exists():
+                if replacing is None:
+                    raise CheckpointError(
+                        f"{target} appeared while it was being saved: does another program write here?"
+                    )
+                set_aside(disk, target, replacing)
+            disk.rename(folder, target)
         disk.flush_folder(root)
+    if superseding:
+        discard(disk, names.replaced(target))
     return target
+
+
+def _replace(disk: Disk, folder: Path, target: Path) -> None:
+    """The caller flushes. Until then the old one must not go: a crash may bring its name back."""
+    old = names.replaced(target)
+    disk.remove_tree(old)
+    if disk.exchange(folder, target):
+        disk.rename(folder, old)
+        return
+    disk.rename(target, old)
+    try:
+        disk.rename(folder, target)
+    except OSError:
+        disk.rename(old, target)
+        raise
 
 
 def seal(disk: Disk, folder: Path, manifest: Manifest) -> None:
@@ -97,6 +135,11 @@ def set_aside(disk: Disk, path: Path, reason: str) -> Path:
 def clean_up(disk: Disk, root: Path) -> list[str]:
     """Remove what a dead attempt left behind, and foreign saves that never finished; their names."""
     removed = []
+    for path in root.iterdir():
+        if (before := names.name_before(path)) is not None and not before.exists():
+            disk.rename(path, before)
+            disk.flush_folder(root)
+            log.warning("renamed %s back to %s: the save that should replace it never finished", path, before.name)
     for path in sorted(root.iterdir()):
         if names.is_leftover(path):
             disk.remove_tree(path)

@@ -92,6 +92,8 @@ class Manifest:
     block_bytes: int = BLOCK_BYTES
     state: Sequence[str] = ()
     """Names of the objects that were saved."""
+    unrequested: bool = False
+    """A stop or Reprieve's own schedule saved it, besides what the script's save strategy asks for."""
     files: Mapping[str, FileEntry]
 
     @property
@@ -103,6 +105,8 @@ class Manifest:
         for entry in body["files"].values():
             if entry["starts"] is None:
                 del entry["starts"]
+        if not self.unrequested:
+            del body["unrequested"]
         document = {"manifest": body, "xxh3_128": digest_of(_canonical(body))}
         return json.dumps(document, sort_keys=True, indent=1).encode() + b"\n"
 
@@ -147,6 +151,7 @@ class Manifest:
             and all(type(value) in (int, float) for value in self.metrics.values()),
             "block_bytes": type(self.block_bytes) is int and self.block_bytes >= 1,
             "state": isinstance(self.state, list | tuple) and all(isinstance(name, str) for name in self.state),
+            "unrequested": type(self.unrequested) is bool,
         }.items():
             if not good:
                 raise InvalidCheckpoint(f"{MANIFEST} has no sensible {name}")

@@ -4,6 +4,7 @@ checkpoint-12                  a checkpoint
 checkpoint-12.set-aside        was in the way or found to be bad, and is kept for a person
 .checkpoint-12.saving-3        being written, by attempt 3
 .checkpoint-12.deleting        being removed
+.checkpoint-12.replaced        gave its name to a newer save of the same step, or is about to
 .checkpoint-12.collecting-3-0  what a framework has to say about it on rank 0, on its way in
 .reprieve/                     who owns the folder
 """
@@ -15,7 +16,8 @@ from pathlib import Path
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _ASIDE = re.compile(r"checkpoint-(\d+)\.set-aside(?:-\d+)?")
-_LEFTOVER = re.compile(r"\.checkpoint-\d+\.(?:(?:saving|collecting)(?:-\d+)*|deleting)")
+_LEFTOVER = re.compile(r"\.checkpoint-\d+\.(?:(?:saving|collecting)(?:-\d+)*|deleting|replaced)")
+_REPLACED = re.compile(r"\.(checkpoint-\d+)\.replaced")
 
 OWNER_FOLDER = ".reprieve"
 
@@ -35,6 +37,16 @@ def collecting(root: Path, step: int, attempt: int, rank: int) -> Path:
 
 def deleting(path: Path) -> Path:
     return path.with_name(f".{path.name}.deleting")
+
+
+def replaced(path: Path) -> Path:
+    return path.with_name(f".{path.name}.replaced")
+
+
+def name_before(path: Path) -> Path | None:
+    """What a replaced checkpoint was called; None if it is not one."""
+    match = _REPLACED.fullmatch(path.name)
+    return path.with_name(match[1]) if match else None
 
 
 def aside(path: Path) -> Path:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +30,8 @@ class Retention:
     """Besides, each whose step is a multiple of this."""
     best: tuple[str, str] | None = None
     """Besides, the best by a metric given to `save`: `("eval_loss", "min")` or `("accuracy", "max")`."""
+    keep_requested: bool = False
+    """Besides, all that the script's save strategy asked for; they do not count towards `keep`."""
 
     def __post_init__(self) -> None:
         if self.keep is not None and self.keep < 1:
@@ -39,16 +41,21 @@ class Retention:
         if self.best is not None and (len(self.best) != 2 or self.best[1] not in ("min", "max")):
             raise ConfigError(f'best={self.best!r}: write it like ("eval_loss", "min")')
 
-    def doomed(self, found: Sequence[Found], run: str, saved: int) -> list[Found]:
-        """Those of the run that nothing wants any more, oldest first; never the step that was just saved.
+    def doomed(self, found: Sequence[Found], run: str, saved: int, pinned: Collection[int | None] = ()) -> list[Found]:
+        """Those of the run that nothing wants any more, oldest first; never the step that was just saved, nor those
+        that are pinned. These count towards `keep`, as a Trainer's best checkpoint does towards `save_total_limit`.
 
         What other runs and other tools wrote is not ours to remove.
         """
         ours = (one for one in found if one.problem is None and one.manifest is not None and one.manifest.run == run)
         valid = sorted(ours, key=lambda one: -one.step)
+        if self.keep_requested:
+            valid = [one for one in valid if one.manifest is not None and one.manifest.unrequested]
         if self.keep is None or len(valid) <= self.keep:
             return []
-        wanted = {saved, *(one.step for one in valid[: self.keep])}
+        wanted = {saved, *pinned} & {one.step for one in valid}
+        others = [one.step for one in valid if one.step not in wanted]
+        wanted |= set(others[: max(0, self.keep - len(wanted))])
         if self.keep_every is not None:
             wanted |= {one.step for one in valid if one.step % self.keep_every == 0}
         if self.best is not None:

@@ -59,6 +59,12 @@ class Retiring:
             with contextlib.suppress(OSError):  # no reason not to save
                 warn_if_tight(self._root, needed, self._retention, survey(self._root))
 
+    def saved(self, step: int | None) -> None:
+        """It is durable, and was not read back yet."""
+        self.newest = step
+        if self.verified == step:
+            self.verified = None
+
     @contextlib.contextmanager
     def giving_way(self) -> Iterator[None]:
         """While inside, somebody waits for a save."""
@@ -72,8 +78,7 @@ class Retiring:
         """Remove what retention no longer wants, once the newest has been read back and verified."""
         if (newest := self.newest) is None:
             return
-        doomed = self._retention.doomed(survey(self._root), owner.run, newest)
-        doomed = [one for one in doomed if one.step not in self.pinned]
+        doomed = self._retention.doomed(survey(self._root), owner.run, newest, self.pinned)
         if (verified := self.verified) is not None:
             # What is older than one that was read back need not wait for the next; that one itself stays until then.
             self._remove([one for one in doomed if one.step < verified], owner)

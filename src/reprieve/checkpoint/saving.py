@@ -68,6 +68,7 @@ class Saving:
         self._letters = ""
         self._folders: Set[str] = frozenset()
         self._replacing: str | None = None
+        self._superseding = False
         self.diverged: list[Divergence] = []
 
     def described(self) -> dict[str, Any]:
@@ -82,10 +83,10 @@ class Saving:
             "sample": sample(self.plan, self._manifest.step, self._ranks.rank, self._pool),
         }
 
-    def begin(self, plans: list[dict[str, Any]], replacing: str | None, make_room: Callable[[int], None]) -> None:
+    def begin(self, plans: list[dict[str, Any]], make_room: Callable[[int], None]) -> None:
         """Go on only if all ranks plan the same and there is room for it. Nothing on the disk changes yet: training
         waits for this, and beside a removal a file system takes seconds to make large files."""
-        self._replacing = replacing
+        self._replacing, self._superseding = plans[0].get("replacing"), "superseding" in plans[0]
         self._folders = self.plan.folders.union(*(one["folders"] for one in plans[1:]))
         needed = bytes_on_disk(self.plan) + sum(one["own"] for one in plans[1:])
         if self._ranks.world_size > 1:
@@ -182,7 +183,10 @@ class Saving:
         files = {name: _entry(size, blocks, self._manifest.block_bytes) for name, (size, blocks) in found.items()}
         assert isinstance(self._owner, Owner)
         manifest = replace(self._manifest, files=files)
-        commit.commit(self._disk, self._root, self._folder, manifest, self._owner, replacing=self._replacing)
+        commit.commit(
+            self._disk, self._root, self._folder, manifest, self._owner,
+            replacing=self._replacing, superseding=self._superseding,
+        )  # fmt: skip
 
     # When something goes wrong
 

@@ -7,7 +7,7 @@ iterates a copy of it whose `base_dataloader` gives our own pass over the real o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain, repeat
 from typing import Any
 
@@ -25,7 +25,7 @@ def is_prepared(loader: Any) -> bool:
 class PreparedSource:
     """One DataLoaderShard, DataLoaderDispatcher or SkipDataLoader."""
 
-    def __init__(self, loader: Any, ignore: Sequence[int]) -> None:
+    def __init__(self, loader: Any) -> None:
         self.loader = loader
         self.counts_epochs = "iteration" in loader.__dict__
         several = hasattr(type(loader), "_fetch_batches") and loader.state.num_processes > 1
@@ -43,9 +43,7 @@ class PreparedSource:
             drop_last = several and loader._drop_last
             self.dealing = Dealing(loader.base_dataloader, self.stride, drop_last=drop_last, dispatched=several)
         # Those that count epochs are those that fetch ahead.
-        self.base = LoaderSource(
-            loader.base_dataloader, ignore, owner=loader, ahead=self.stride if self.counts_epochs else 0
-        )
+        self.base = LoaderSource(loader.base_dataloader, owner=loader, ahead=self.stride if self.counts_epochs else 0)
 
     def start(self, saved: Mapping[str, Any] | None, enter: Enter | None) -> PreparedPass:
         return PreparedPass(self, saved, enter)

@@ -1,8 +1,8 @@
-"""The worker processes of DataLoaders: how they start so that no signal reaches them, and how they end.
+"""How the worker processes of DataLoaders end.
 
-Workers ignore the signals that stop a run: a scheduler signals the whole process group, and a run that has lost its
-workers cannot finish its step. So `Process.terminate` no longer ends them, and multiprocessing would wait for them for
-ever at the exit of the program. They are ended here: asked first, then with SIGKILL.
+They ignore the signals that stop a run (worker_signals.py). So `Process.terminate` no longer ends them, and
+multiprocessing would wait for them for ever at the exit of the program. They are ended here: asked first, then with
+SIGKILL.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
@@ -28,25 +28,16 @@ _owner = 0
 
 
 @contextlib.contextmanager
-def starting(ignore: Sequence[int], into: weakref.WeakSet[BaseProcess]) -> Iterator[None]:
-    """Processes that start in here are noted. Until they ignore the signals themselves, these are blocked in them."""
+def noted(into: weakref.WeakSet[BaseProcess]) -> Iterator[None]:
+    """Processes that start in here are put there, and are ended with this process at the latest."""
     before = set(multiprocessing.active_children())
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ignore)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for child in multiprocessing.active_children():
             if child.daemon and child not in before:
                 into.add(child)
                 _remember(child)
-
-
-def ignore_signals(numbers: Sequence[int]) -> None:
-    """In a worker. Torch's own handler, in C, would end it."""
-    for number in numbers:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
 def end(children: Iterable[BaseProcess], ask: Callable[[], None]) -> None:

@@ -8,11 +8,22 @@ All else that is asked of them is the dataset's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from reprieve.checkpoint.rng import restore_rng
+from reprieve.data import hf_streams
 from reprieve.data.sampling import Blank
+
+
+class PositionError(Exception):
+    """The dataset could not load a position that it had given out itself. May come from a worker."""
+
+    @property
+    def cause(self) -> str:
+        """What it raised. Torch puts a worker's traceback before it."""
+        return str(self).rstrip().rpartition("PositionError: ")[2]
 
 
 class StandIn:
@@ -99,17 +110,27 @@ class _Going:
 
     def __init__(self, dataset: Any, position: Any, rng: Any, blank: bool) -> None:
         self._dataset = dataset
+        self._tells = is_stateful(dataset) and hf_streams.why_inexact(dataset) is None
         self._blank = blank
         self._ended = False
-        if position is not None and position["of"] == "dataset":
-            dataset.load_state_dict(position["state"])
-        self._inner = iter(dataset)
-        if position is not None:
-            self._ended = position["ended"]
-            if position["of"] == "iterator":
-                self._inner.load_state_dict(position["state"])
+        self._entering = position is not None
+        """A position was loaded, and no item has come since: some datasets load it only then."""
+        if position is None:
+            self._inner = iter(dataset)
+        else:
+            with _loading():
+                self._enter(position)
         if rng is not None:
             restore_rng(rng, {})
+
+    def _enter(self, position: Mapping[str, Any]) -> None:
+        if position["of"] == "dataset":
+            self._dataset = hf_streams.for_one_pass(self._dataset)
+            self._dataset.load_state_dict(position["state"])
+        self._inner = iter(self._dataset)
+        self._ended = position["ended"]
+        if position["of"] == "iterator":
+            self._inner.load_state_dict(position["state"])
 
     def __iter__(self) -> _Going:
         return self
@@ -121,16 +142,32 @@ class _Going:
         if self._ended:
             raise StopIteration
         try:
-            return next(self._inner)
+            return self._first() if self._entering else next(self._inner)
         except StopIteration:
             self._ended = True
             raise
 
+    def _first(self) -> Any:
+        self._entering = False
+        with _loading():
+            return next(self._inner)
+
     def position(self) -> dict[str, Any] | None:
-        for of, one in (("iterator", self._inner), ("dataset", self._dataset)):
-            if is_stateful(one):
-                return {"of": of, "state": one.state_dict(), "ended": self._ended}
+        if is_stateful(self._inner):
+            return {"of": "iterator", "state": self._inner.state_dict(), "ended": self._ended}
+        if self._tells:
+            return {"of": "dataset", "state": self._dataset.state_dict(), "ended": self._ended}
         return None
+
+
+@contextlib.contextmanager
+def _loading() -> Iterator[None]:
+    try:
+        yield
+    except StopIteration:
+        raise
+    except Exception as error:
+        raise PositionError(f"{type(error).__name__}: {error}") from error
 
 
 def is_stateful(one: Any) -> bool:

@@ -192,7 +192,7 @@ class _Rest(StandIn):
 def _leave_out(items: Iterator[Any], dealt: Mapping[str, Any], what: str) -> None:
     info, count = get_worker_info(), dealt["samples"]
     if info is None:
-        read_again(items, count, what, "samples")
+        read_again(items, count, what, unit="samples")
         return
     parts = dealt.get("parts", ())
     if len(parts) != info.num_workers:

@@ -23,12 +23,13 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from reprieve.checkpoint.rng import RngSnapshot, capture_rng, snapshot_rng
-from reprieve.data.children import end, starting
-from reprieve.data.datasets import Answering, Followed, Items, is_stateful
+from reprieve.data.children import end, noted
+from reprieve.data.datasets import Answering, Followed, Items, PositionError, is_stateful
 from reprieve.data.dealing import Dealing, apart, behind, size_of
+from reprieve.data.hf_streams import is_stream, why_inexact
 from reprieve.data.passes import Enter, Pass
 from reprieve.data.randomness import Randomness, restore_global
-from reprieve.data.replay import read_again
+from reprieve.data.replay import NO_STATE, read_again
 from reprieve.data.sampling import Indices, Plan
 from reprieve.data.workers import Collate, Shipped, Start, Workers
 
@@ -47,7 +48,7 @@ class LoaderSource:
     """One DataLoader. `owner` is the loader that holds it and may hold more generators; that one fetches so many
     batches `ahead` before it gives out the one before (accelerate)."""
 
-    def __init__(self, loader: Any, ignore: Sequence[int], *, owner: Any = None, ahead: int = 0) -> None:
+    def __init__(self, loader: Any, *, owner: Any = None, ahead: int = 0) -> None:
         self.loader = loader
         self.rng = Randomness(loader if owner is None else owner)
         self.ahead = ahead
@@ -62,12 +63,17 @@ class LoaderSource:
         self.workers = Workers(self.count)
         self.own: Mapping[str, Any] | None = None
         """The loader's generators as the interrupted process had them."""
-        self._ignore = tuple(ignore)
         self._iterator: Any = None
         self._children: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
         self._passes: weakref.WeakSet[LoaderPass] = weakref.WeakSet()
         if self.count and not getattr(loader, "in_order", True):
             log.warning("a DataLoader with in_order=False gives its batches in no fixed order: a resume is not exact")
+
+    @property
+    def _dataset_remembers(self) -> bool:
+        """Between two passes in this process."""
+        dataset = self.loader.dataset
+        return not self.count and is_stateful(dataset) and not is_stream(dataset)
 
     @property
     def alive(self) -> bool:
@@ -83,7 +89,7 @@ class LoaderSource:
         state = self.rng.capture_own()
         if self.persistent and self.made is not None:
             state |= {"made": self.made, "workers": self.workers.states()}
-        if not self.count and is_stateful(self.loader.dataset):
+        if self._dataset_remembers:
             state["dataset"] = self.loader.dataset.state_dict()
         return state
 
@@ -93,7 +99,7 @@ class LoaderSource:
         self.rng.restore_own(state)
         self.made = state.get("made")
         self.workers = Workers(self.count, self.fitting(state.get("workers")))
-        if not self.count and "dataset" in state and is_stateful(self.loader.dataset):
+        if "dataset" in state and self._dataset_remembers:
             self.loader.dataset.load_state_dict(state["dataset"])
 
     def fitting(self, states: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]]:
@@ -130,10 +136,10 @@ class LoaderSource:
         if not self.count:
             return iter(_changed(loader, changes))
         changes["collate_fn"] = collate = Collate(loader.collate_fn, items)
-        changes["worker_init_fn"] = start = Start(loader.worker_init_fn, self._ignore, collate, items)
+        changes["worker_init_fn"] = start = Start(loader.worker_init_fn, collate, items)
         start.states, start.blanks = states, plan.blanks
         copy = _changed(loader, changes)
-        with starting(self._ignore, self._children):
+        with noted(self._children):
             iterator: Iterator[Any] = iter(copy)
         self._iterator = copy._iterator
         return iterator
@@ -174,6 +180,7 @@ class LoaderPass(Pass):
         self._fetched: deque[Any] = deque()
         """Fetched ahead before the resume, and not yet yielded."""
         self._before: deque[_Before] = deque(maxlen=_KEPT)
+        self._why_again = why_inexact(source.loader.dataset) or NO_STATE
         self._turns: deque[tuple[int, int]] = deque()
         """Of workers that read a stream: the number of a batch, and who made it; until it is marked."""
         given: Sequence[int] = self._saved.get("given", ())
@@ -204,9 +211,25 @@ class LoaderPass(Pass):
         self._begun = True
 
     def _begin(self) -> None:
-        source, saved, count = self._source, self._saved, self._yielded - self._at
-        if saved.get("ended"):
+        if self._saved.get("ended"):
             return
+        try:
+            self._go_to_position()
+        except PositionError as error:
+            self._forget_position(error)
+            self._go_to_position()
+
+    def _forget_position(self, error: PositionError, *more: str) -> None:
+        """All that is left is how many batches were read: they are read again, from the start of the pass."""
+        self._why_again = f"cannot load the position that it saved ({error.cause})"
+        lost = ("dataset", "last", "workers", *more)
+        kept = {name: value for name, value in self._saved.items() if name not in lost}
+        self._saved = {**kept, "workers": kept.get("workers_at_start")}
+
+    def _go_to_position(self) -> None:
+        source, saved, count = self._source, self._saved, self._yielded - self._at
+        self._fetched.clear()
+        self._before.clear()
         entry = capture_rng({}) if count or self._dealt else None
         if "start" in saved:
             source.forget_workers()
@@ -226,7 +249,7 @@ class LoaderPass(Pass):
             source.workers = Workers(source.count, states)
         self._workers = source.workers
         if source.iterable:
-            self._workers_then = self._workers.states()
+            self._workers_then = saved.get("workers_at_start", self._workers.states())
         self._position(count, states, again=remake)
         if entry is not None:
             restore_global(entry)
@@ -247,7 +270,8 @@ class LoaderPass(Pass):
         done = self._dealt if unknown or not source.iterable else None
         self._batches = source.iterate(plan, states, position, done)
         if unknown:
-            read_again(self._batches, count, f"the dataset {type(source.loader.dataset).__name__}")
+            read_again(self._noted(), count, f"the dataset {type(source.loader.dataset).__name__}", self._why_again)
+            self._workers.mark()
         if not source.count:
             source.indices.follow_plan()
         for _ in range(plan.blanks):
@@ -265,11 +289,13 @@ class LoaderPass(Pass):
         if self._fetched:
             item = self._fetched.popleft()
         else:
-            if not source.count and (source.ahead or (source.iterable and self._yielded == self._marked)):
-                rng = snapshot_rng(as_bytes=False) if source.ahead else None
-                self._before.append(_Before(self._yielded, rng, source.items.position()))
             try:
-                item = next(self._batches)
+                item = self._next()
+            except PositionError as error:
+                # Workers load theirs when their turn comes, perhaps some batches later.
+                self._forget_position(error, "ahead")
+                self._go_to_position()
+                item = self._next()
             except StopIteration:
                 if not source.ahead:
                     self._workers.mark()
@@ -283,6 +309,20 @@ class LoaderPass(Pass):
         elif item[2] is not None or item[3] is not None:
             self._workers.saw(item)
         return item[0]
+
+    def _noted(self) -> Iterator[Any]:
+        """Batches that are read again: where their workers are afterwards is known."""
+        for item in self._batches:
+            if self._source.count:
+                self._workers.saw(item)
+            yield item
+
+    def _next(self) -> Any:
+        source = self._source
+        if not source.count and (source.ahead or (source.iterable and self._yielded == self._marked)):
+            rng = snapshot_rng(as_bytes=False) if source.ahead else None
+            self._before.append(_Before(self._yielded, rng, source.items.position()))
+        return next(self._batches)
 
     def _state(self) -> dict[str, Any]:
         source, ahead = self._source, self._yielded - self._marked
@@ -306,7 +346,7 @@ class LoaderPass(Pass):
             last = self._workers.last
             state["workers"] = self._workers.states() if last is not None or not source.iterable else self._workers_then
             if last is not None:
-                state["last"] = last
+                state |= {"last": last, "workers_at_start": self._workers_then}
         elif source.iterable:
             position = before.position if ahead and before else source.items.position()
             if position is not None:

@@ -14,16 +14,13 @@ _PATIENCE_S = 1.0
 """What is done in this time needs no bar."""
 
 
-def read_again(batches: Iterator[Any], count: int, what: str, unit: str = "batches") -> None:
+NO_STATE = "has no state_dict and load_state_dict (with them its position would be found at once)"
+
+
+def read_again(batches: Iterator[Any], count: int, what: str, why: str = NO_STATE, unit: str = "batches") -> None:
     """Read `count` batches and drop them, or samples. Shows how far it is where somebody looks at the terminal."""
     if count:
-        log.warning(
-            "%s has no state_dict and load_state_dict: %d %s are read again to find the position. "
-            "With these two methods it would be found at once, and exactly, whatever is drawn at random on the way",
-            what,
-            count,
-            unit,
-        )
+        log.warning("%s %s: %d %s are read again to find the position", what, why, count, unit)
     began = time.monotonic()
     for done in range(count):
         if time.monotonic() - began > _PATIENCE_S:

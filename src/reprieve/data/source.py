@@ -15,7 +15,7 @@ or in which an iterable dataset drew after its last batch (say for samples that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from reprieve.data.ahead import PreparedSource, is_prepared
@@ -28,14 +28,14 @@ __all__ = ["DataSource", "Pass"]
 
 
 class DataSource:
-    """Passes over one loader. `ignore`: signals that its workers do not react to."""
+    """Passes over one loader."""
 
-    def __init__(self, loader: Any, *, ignore: Sequence[int] = ()) -> None:
+    def __init__(self, loader: Any) -> None:
         self._source: Source
         if is_prepared(loader) and is_plain_loader(loader.base_dataloader) and not is_stateful(loader.base_dataloader):
-            self._source = PreparedSource(loader, ignore)
+            self._source = PreparedSource(loader)
         elif not is_prepared(loader) and is_plain_loader(loader) and not is_stateful(loader):
-            self._source = LoaderSource(loader, ignore)
+            self._source = LoaderSource(loader)
         else:
             self._source = IterableSource(loader)
 

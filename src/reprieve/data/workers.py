@@ -1,6 +1,6 @@
 """What runs inside the workers of a DataLoader, and what the main process keeps of it.
 
-    Start     as worker_init_fn: ignores signals, puts a worker to where it was
+    Start     as worker_init_fn: puts a worker to where it was
     Collate   as collate_fn: sends along with each batch the random numbers after it, if they changed
     Workers   in the main process: each worker as it was after the last batch of it that is consumed
 
@@ -17,7 +17,6 @@ from typing import Any
 from torch.utils.data import get_worker_info
 
 from reprieve.checkpoint.rng import RngSnapshot, restore_rng, snapshot_rng
-from reprieve.data.children import ignore_signals
 from reprieve.data.datasets import Items
 from reprieve.data.sampling import Blank
 
@@ -54,11 +53,8 @@ class Collate:
 class Start:
     """Around the user's `worker_init_fn`."""
 
-    def __init__(
-        self, users: Callable[[int], None] | None, ignore: Sequence[int], collate: Collate, items: Items | None
-    ) -> None:
+    def __init__(self, users: Callable[[int], None] | None, collate: Collate, items: Items | None) -> None:
         self._users = users
-        self._ignore = tuple(ignore)
         self._collate = collate
         self._items = items
         self.states: Sequence[Mapping[str, Any]] = ()
@@ -66,7 +62,6 @@ class Start:
         self.blanks = 0
 
     def __call__(self, worker: int) -> None:
-        ignore_signals(self._ignore)
         if self._users is not None:
             self._users(worker)
         state = self.states[worker] if self.states else {}

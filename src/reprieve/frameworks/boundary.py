@@ -14,7 +14,7 @@ from time import monotonic as _now
 
 from reprieve.checkpoint.schedule import Schedule
 from reprieve.errors import RankFailed, RanksError, StoreLost
-from reprieve.preemption.guard import Guard
+from reprieve.preemption.guard import ANOTHER_RANK, Guard
 from reprieve.ranks.common_step import CommonStep
 from reprieve.ranks.group import Ranks
 from reprieve.ranks.liveness import Liveness
@@ -102,7 +102,7 @@ class Boundaries:
         self._common.close()
 
     def _another_stops(self) -> None:
-        self._guard.request("another rank was told to stop")  # without effect where it was this one
+        self._guard.request(ANOTHER_RANK)  # without effect where it was this one
 
     def _died(self, error: RankFailed) -> None:
         log.error("%s. The others end", error)

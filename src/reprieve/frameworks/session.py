@@ -23,10 +23,12 @@ from reprieve.checkpoint.answers import Restored, Save
 from reprieve.checkpoint.checkpointer import Checkpointer
 from reprieve.clock import Clock
 from reprieve.config import parse_duration
+from reprieve.console import show_logs
+from reprieve.data import worker_signals
 from reprieve.errors import RankFailed, RanksError, ReprieveError, StorageError
 from reprieve.frameworks.boundary import Boundaries
 from reprieve.frameworks.stopping import MARGIN_S, Stopping
-from reprieve.frameworks.telling import Position, Telling
+from reprieve.frameworks.telling import Parts, Position, Telling
 from reprieve.preemption.deadline import grace_period
 from reprieve.preemption.ending import Preempted, ending
 from reprieve.preemption.guard import Guard
@@ -53,6 +55,7 @@ class Session:
         *,
         position: Callable[[], Position],
         state: Mapping[str, Any],
+        parts: Parts | None = None,
         bar: bool = True,
         grace: str | float | timedelta | None = None,
         signals: Iterable[int | str] = (signal.SIGTERM,),
@@ -64,16 +67,19 @@ class Session:
         clock: Clock | None = None,
         **checkpointer: Any,
     ) -> None:
-        """`position`: how far the loop is. `state`: what the engine saves of itself. `bar`: nobody else draws one."""
+        """`position`: how far the loop is. `state`: what the engine saves of itself. `parts`: what a drill compares;
+        default: the engine's state. `bar`: nobody else draws one."""
         assert settings.checkpoints is not None
         ending.prepare()
+        show_logs()
         self.settings = settings
         self.root = for_run(settings.checkpoints)
         self.stopped: Preempted | None = None
         self.finished = False
         self._finished_at: int | None = None
         self.last_saved: int | None = 0
-        """The step of the last checkpoint that was asked for, or restored; None: it is lost."""
+        """The step of the last checkpoint that was asked for, or restored; None: it is lost, or more was done since
+        that belongs to the same step."""
         self._position = position
         self._exit_wait = parse_duration(exit_wait)
         self._closed = False
@@ -89,21 +95,26 @@ class Session:
             notices=notices,
         )
         self._close_earlier()
+        worker_signals.shield(self.guard.signals)
         self.guard.start()
         try:
             self.ranks = ranks if ranks is not None else Ranks.detect(parse_duration(rank_timeout))
+            show_logs(self.ranks.rank)
             self._telling = Telling(self.ranks.rank, self.ranks.world_size, settings, bar=bar)
             self.checkpointer = Checkpointer(
                 self.root, every=settings.every, keep=None if settings.keep == ALL else int(settings.keep),
                 run=settings.name, fresh=settings.fresh, ranks=self.ranks, disk=disk, clock=clock,
                 **checkpointer, **state,
             )  # fmt: skip
+            self._parts = parts or self.checkpointer.parts
             self._boundaries = Boundaries(
                 self.ranks.scoped("loop"), self.guard, self.checkpointer.schedule, self._lost_a_rank, self._tell_step
             )
             if self.guard.stop is not None:
                 self._boundaries.ask_to_stop()
-            self._stopping = Stopping(self.checkpointer, self.ranks, self.guard, self._exit_wait, self._telling)
+            self._stopping = Stopping(
+                self.checkpointer, self.ranks, self.guard, self._exit_wait, self._telling, self._parts
+            )
         except BaseException as error:
             self.refused(error)
             raise
@@ -127,15 +138,19 @@ class Session:
     # The beginning
 
     def restored(self, found: Restored | None) -> None:
-        """What the run goes on from is known, and everything is restored."""
+        """What the run goes on from is known, and what the engine saved is restored."""
         if found is not None:
             self.last_saved = found.step
             self.finished = found.finished is not None
             self._finished_at = found.step if self.finished else None
         self.telling.started(
-            found.step if found else None, finished=self.finished, checkpointer=self.checkpointer,
+            found, finished=self.finished, checkpointer=self.checkpointer,
             heard=self.guard.signals if self.guard.hears_signals else (),
         )  # fmt: skip
+
+    def restored_all(self) -> None:
+        """Everything that was saved is in memory again, also what the adapter restores itself."""
+        self.telling.restored(self._parts)
 
     def refused(self, error: BaseException) -> None:
         """It could not be set up."""
@@ -209,6 +224,7 @@ class Session:
             # One that was finished before may have gone on since: more was asked for.
             self._telling.closing(step, finished=step == self._finished_at)
         self.guard.close()
+        worker_signals.unshield(self.guard.signals)
         with contextlib.ExitStack() as stack:
             if getattr(self, "ranks", None) is not None:
                 stack.callback(self.ranks.close)

@@ -17,10 +17,11 @@ from typing import Any
 
 from reprieve.checkpoint.checkpointer import Checkpointer
 from reprieve.config import format_size
+from reprieve.console import ONE_RANK
 from reprieve.errors import RanksError, ReprieveError
-from reprieve.frameworks.telling import Telling
+from reprieve.frameworks.telling import Parts, Telling, fingerprinted, in_drill
 from reprieve.preemption.ending import Preempted, ending
-from reprieve.preemption.guard import Guard, Stop
+from reprieve.preemption.guard import ANOTHER_RANK, Guard, Stop
 from reprieve.ranks.group import Ranks
 
 log = logging.getLogger("reprieve")
@@ -37,25 +38,34 @@ class Stopping:
     """Ends this process, as one of all ranks."""
 
     def __init__(
-        self, checkpointer: Checkpointer, ranks: Ranks, guard: Guard, exit_wait: timedelta, telling: Telling
+        self,
+        checkpointer: Checkpointer,
+        ranks: Ranks,
+        guard: Guard,
+        exit_wait: timedelta,
+        telling: Telling,
+        parts: Parts,
     ) -> None:
         self._checkpointer = checkpointer
         self._ranks = ranks
         self._guard = guard
         self._exit_wait = exit_wait
         self._telling = telling
+        self._parts = parts
 
     def stop(self, step: int, last_saved: int | None, save: Callable[[timedelta | None], object]) -> Preempted:
         """Save what there is time for, leave together; what to raise then. `last_saved`: the step of the last
         checkpoint that was asked for."""
-        self._guard.request("another rank was told to stop")  # it may not have heard it yet
+        self._guard.request(ANOTHER_RANK)  # it may not have heard it yet
         stop = self._guard.stop
         assert stop is not None
         times = {"signal": stop.at, "agreed": time.monotonic()}
         saved = False
-        self._telling.stopping(stop.reason, step)
         try:
-            stop = self._agree_on_deadline(stop)
+            try:
+                stop = self._agree_on_deadline(stop)
+            finally:
+                self._telling.stopping(stop.reason, step)
             left = stop.left()
             if left is not None and stop.certain:
                 ending.within(left, why="the grace period is over:")
@@ -67,13 +77,15 @@ class Stopping:
                 "step %d could not be saved: %s. The next start goes on from the newest valid checkpoint",
                 step, error, exc_info=not isinstance(error, RanksError | OSError),
             )  # fmt: skip
+        # Before the ranks leave: from then on the process has only seconds.
+        state = fingerprinted(self._parts) if in_drill() else {}
         self._leave(stop)
         times["left"] = time.monotonic()
-        self._telling.stopped(step, saved=saved, times=times, checkpointer=self._checkpointer)
+        self._telling.stopped(step, saved=saved, times=times, **state)
         return Preempted(stop.reason)
 
     def _agree_on_deadline(self, mine: Stop) -> Stop:
-        """The earliest of all ranks', less the margin, and the reason of the rank that has it."""
+        """The earliest of all ranks', less the margin, and the reason of a rank that was stopped from outside."""
 
         def tell() -> dict[str, Any]:
             return {"left": mine.left(), "reason": mine.reason, "certain": mine.certain}
@@ -81,7 +93,8 @@ class Stopping:
         told = self._ranks.agree("stop", tell, limit=_ANSWER)
         first = min(told, key=lambda one: float("inf") if one["left"] is None else one["left"])
         deadline = None if first["left"] is None else time.monotonic() + first["left"] - MARGIN_S
-        return replace(mine, reason=first["reason"], deadline=deadline, certain=first["certain"])
+        reason = next((one["reason"] for one in (first, *told) if one["reason"] != ANOTHER_RANK), ANOTHER_RANK)
+        return replace(mine, reason=reason, deadline=deadline, certain=first["certain"])
 
     def _decide(self, step: int, last_saved: int | None, left: float | None) -> Mapping[str, Any]:
         """Rank 0's decision: is the running save finished or given up, is there a new one?"""
@@ -123,7 +136,7 @@ class Stopping:
             log.error("the save before this one failed: %s", failed)
         if not plan["save"] and failed is None:
             if not plan.get("dropped"):
-                log.warning("no step since the last checkpoint: nothing to save at step %d", step)
+                log.warning("%s", f"step {step} is saved already" if step else "no step was trained: nothing to save")
             return step > 0 and not plan.get("dropped")
         needed = plan["needed"]
         if needed is not None and left is not None and needed + (plan["rest"] or 0.0) > left:
@@ -145,7 +158,7 @@ class Stopping:
         try:
             self._ranks.agree("leave", limit=limit)
         except RanksError as error:
-            log.warning("not all ranks came to the end: %s", error)
+            log.warning("not all ranks came to the end: %s", error, extra=ONE_RANK)
         try:
             self._checkpointer.leave()
         except ReprieveError as error:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import logging
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from reprieve.checkpoint.answers import Save
+from reprieve.checkpoint.answers import Restored, Save
 from reprieve.checkpoint.checkpointer import Checkpointer
+from reprieve.checkpoint.fingerprint import fingerprints
 from reprieve.checkpoint.survey import Found
 from reprieve.errors import OwnershipError, RankFailed, needs_a_person
 from reprieve.progress import cluster, report
@@ -25,7 +27,12 @@ from reprieve.progress.reason import reason
 from reprieve.progress.report import STEP_EVERY_S, Reporter
 from reprieve.progress.tracker import Tracker
 from reprieve.settings import NEVER, Settings
-from reprieve.storage.uri import DRILL, local_path
+from reprieve.storage.uri import DRILL, original_path, shown
+
+log = logging.getLogger("reprieve")
+
+Parts = Callable[[], Mapping[str, Any]]
+"""The training state in memory, by name. Called only in a drill, which compares it."""
 
 
 class Position(NamedTuple):
@@ -53,7 +60,7 @@ class Telling:
     def __init__(self, rank: int, world_size: int, settings: Settings, *, bar: bool) -> None:
         """`bar`: nobody else draws one."""
         # As the script says it, also where a drill writes elsewhere.
-        self._folder = str(local_path(settings.checkpoints or "."))
+        self._folder = str(original_path(settings.checkpoints or "."))
         self._settings = settings
         self._bar = bar
         self._reporter = Reporter(rank, world_size)
@@ -82,14 +89,20 @@ class Telling:
         """It ends the run, if nothing else has."""
         self.tracker.failed(reason(error))
 
-    def started(self, resumed: int | None, *, finished: bool, checkpointer: Checkpointer, heard: Sequence[int]) -> None:
+    def started(
+        self, restored: Restored | None, *, finished: bool, checkpointer: Checkpointer, heard: Sequence[int]
+    ) -> None:
         """`heard`: the signals that would be answered with a save."""
+        resumed = restored.step if restored is not None else None
+        if restored is not None and self._first and not self._reporter.heard:  # the launcher prints it, if there is one
+            path = restored.path
+            log.warning("resuming from %s (step %d) in %s", path.name, restored.step, shown(path.parent))
         self._reporter.tell(
             report.STARTED,
             checkpoints=self._folder,
+            checkpoint=str(restored.path) if restored is not None else None,
             resumed=resumed,
             finished=finished,
-            **_state_in_drill(checkpointer),
         )
         self.tracker = Tracker(
             resumed_from=resumed, restarts=checkpointer.attempt - 1,
@@ -104,6 +117,11 @@ class Telling:
             self._publisher = Publisher.from_environment(self.tracker, self._settings, bar=self._bar).start()
             if signal.SIGTERM in heard:
                 cluster.say_protected()
+
+    def restored(self, parts: Parts) -> None:
+        """What was saved of these parts is in memory again."""
+        if in_drill():
+            self._reporter.tell(report.RESTORED, **fingerprinted(parts))
 
     def step(self, at: Position) -> None:
         """At boundaries, 20 times a second at most. The launcher: the first at once, then a few a second."""
@@ -143,11 +161,8 @@ class Telling:
         self._reason = reason
         self._reporter.tell(report.STOPPING, reason=reason, step=step)
 
-    def stopped(
-        self, step: int, *, saved: bool, times: dict[str, float], checkpointer: Checkpointer | None = None
-    ) -> None:
-        """`times`: when what was done, by the monotonic clock. `checkpointer`: where there is a whole state."""
-        state = _state_in_drill(checkpointer) if checkpointer is not None else {}
+    def stopped(self, step: int, *, saved: bool, times: dict[str, float], **state: Any) -> None:
+        """`times`: when what was done, by the monotonic clock. `state`: fingerprints of what was saved."""
         self._reporter.tell(report.STOPPED, step=step, saved=saved, times=times, **state)
         self.tracker.stopped(self._reason, saved=saved)
         self._last_word()
@@ -181,12 +196,20 @@ def _saving(checkpointer: Checkpointer) -> tuple[int, float | None] | None:
     return running.step, running.moved / running.share if running.share else None
 
 
-def _state_in_drill(checkpointer: Checkpointer) -> dict[str, Any]:
-    """`reprieve drill` compares the state at the stop with the state after the start."""
-    if not os.environ.get(DRILL):
-        return {}
+def in_drill() -> bool:
+    """`reprieve drill` compares the state at the stop with the state after the restart."""
+    return bool(os.environ.get(DRILL))
+
+
+def fingerprinted(parts: Parts) -> dict[str, Any]:
+    """What a drill is told of these parts."""
     began = time.monotonic()
-    return {"fingerprint": checkpointer.fingerprint(), "fingerprint_s": time.monotonic() - began}
+    found: dict[str, str] = {}
+    try:
+        found = fingerprints(parts())
+    except Exception:  # the stop goes on, and the drill reports that nothing could be compared
+        log.exception("the drill cannot compare the state in memory")
+    return {"fingerprints": found, "fingerprint_s": time.monotonic() - began}
 
 
 def _show_stacks_when_asked() -> None:

@@ -14,6 +14,8 @@ from reprieve.config import parse_duration
 from reprieve.errors import ConfigError
 
 _THIRTY = timedelta(seconds=30)
+NO_LIMIT_S = 7 * 86400
+"""What `reprieve run` gives torchrun as its time-out where no limit is known: torchrun has no value for "never"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,7 @@ class Grace:
 
     def __str__(self) -> str:
         if self.period is None:
-            return f"no limit ({self.source})"
+            return f"no limit is known ({self.source})"
         return f"{self.period.total_seconds():g} s ({self.source})"
 
 
@@ -47,9 +49,14 @@ def grace_period(given: str | float | timedelta | None = None, env: Mapping[str,
     if "TORCHELASTIC_RUN_ID" in env:
         text = env.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
         period = timedelta(seconds=float(text)) if text.isdigit() and int(text) else _THIRTY
-        known.append(Grace(period, "torchrun kills its workers then"))
+        if period.total_seconds() < NO_LIMIT_S:
+            known.append(Grace(period, "torchrun kills its workers then"))
     if "KUBERNETES_SERVICE_HOST" in env:
         known.append(Grace(_THIRTY, "Kubernetes' default: set REPRIEVE_GRACE if the pod's differs"))
     if "SLURM_JOB_ID" in env:
         known.append(Grace(_THIRTY, "Slurm's default KillWait: set REPRIEVE_GRACE if it differs"))
-    return min(known, key=lambda grace: grace.period or timedelta.max, default=Grace(None, "no platform is known"))
+    return min(
+        known,
+        key=lambda grace: grace.period or timedelta.max,
+        default=Grace(None, "set REPRIEVE_GRACE if there is one"),
+    )

@@ -17,12 +17,17 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from queue import SimpleQueue
 
+from reprieve.console import ONE_RANK
 from reprieve.errors import ConfigError
 from reprieve.preemption.deadline import Grace
 from reprieve.preemption.notices import Notice, NoticeWatcher, clouds
 from reprieve.preemption.signals import watch
 
 log = logging.getLogger("reprieve")
+
+
+ANOTHER_RANK = "a stop request to another rank"
+"""The reason on ranks that were not stopped from outside themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +120,7 @@ class Guard:
 
     def _noticed(self, notice: Notice) -> None:
         if not notice.urgent:
-            log.warning("%s: %s", notice.source, notice.reason)
+            log.warning("%s: %s", notice.source, notice.reason, extra=ONE_RANK)
             return
         left = 0.0 if notice.deadline is None else (notice.deadline - datetime.now(timezone.utc)).total_seconds()
         # A deadline that is over was none: we are still here, and have what the platform gives.

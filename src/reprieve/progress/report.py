@@ -1,6 +1,6 @@
 """What a training process tells the launcher that started it: small JSON datagrams over a Unix socket.
 
-    starting → started  → step … → saved → … → stopping → stopped | finished | refused
+    starting → started → restored → step … → saved → … → stopping → stopped | finished | refused
 
 `REPRIEVE_LAUNCHER` names the socket; without it nothing is told, and nothing costs anything. Training is never
 disturbed: a launcher that does not read loses reports of steps at once, and others after a second.
@@ -22,11 +22,21 @@ _PATIENCE_S = 1.0
 _LONGEST = 8_000
 """Characters of one text: a datagram has to fit into the socket's buffer as a whole."""
 
-STARTING, STARTED, STEP, SAVED, STOPPING, STOPPED, FINISHED, REFUSED = (
-    "starting", "started", "step", "saved", "stopping", "stopped", "finished", "refused",
+STARTING, STARTED, RESTORED, STEP, SAVED, STOPPING, STOPPED, FINISHED, REFUSED = (
+    "starting", "started", "restored", "step", "saved", "stopping", "stopped", "finished", "refused",
 )  # fmt: skip
-TORCH = "torch"
-"""A process has imported torch: it probably trains."""
+"""`restored`: only in a drill, with fingerprints of what is in memory again."""
+TORCH, PROTECTED = "torch", "protected"
+"""A process has imported torch: it probably trains. It will train with Reprieve: it has loaded what protects it."""
+TERMINATED, CRASHED = "terminated", "crashed"
+"""From torchrun. SIGTERM ended one of its ranks, or was sent to torchrun itself; a rank failed, and torchrun is about
+to end the others with SIGTERM."""
+
+
+def report_process(event: str, **facts: Any) -> None:
+    """Report something of this process, which is no rank, or none yet."""
+    with contextlib.closing(Reporter(-1, 0)) as reporter:
+        reporter.tell(event, **facts)
 
 
 class Reporter:

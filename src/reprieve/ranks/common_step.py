@@ -19,6 +19,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from reprieve.console import ONE_RANK
 from reprieve.errors import ConfigError, RankFailed, RanksError, StoreLost
 from reprieve.points import reached
 from reprieve.ranks import step_protocol as protocol
@@ -249,7 +250,10 @@ class CommonStep:
             self._changed.notify_all()
         if first:
             error = _error(failure)
-            log.warning("%s (seen by rank %d). From now on the ranks cannot stop or save together", error, self._rank)
+            log.warning(
+                "%s (seen by rank %d). From now on the ranks cannot stop or save together", error, self._rank,
+                extra=ONE_RANK,
+            )  # fmt: skip
             if self._on_lost is not None:
                 try:
                     self._on_lost(error)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
-from hashlib import sha256
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -17,9 +17,17 @@ DRILL = "REPRIEVE_DRILL"
 def for_run(uri: str | os.PathLike[str], env: Mapping[str, str] = os.environ) -> Path:
     """Where a run that was told `uri` writes: there, or in a drill in the scratch folder."""
     path = local_path(uri)
-    if not env.get(DRILL):
+    if not env.get(DRILL) or path.is_relative_to(scratch := local_path(env[DRILL])):
         return path
-    return local_path(env[DRILL]) / f"{path.name}-{sha256(os.fsencode(path)).hexdigest()[:8]}"
+    return scratch / path.relative_to(path.anchor)
+
+
+def original_path(uri: str | os.PathLike[str], env: Mapping[str, str] = os.environ) -> Path:
+    """The folder that stands for `uri` outside of a drill: what `for_run` was given."""
+    path = local_path(uri)
+    if not env.get(DRILL) or not path.is_relative_to(scratch := local_path(env[DRILL])):
+        return path
+    return Path(path.anchor) / path.relative_to(scratch)
 
 
 def local_path(uri: str | os.PathLike[str]) -> Path:
@@ -35,3 +43,10 @@ def local_path(uri: str | os.PathLike[str]) -> Path:
             )
         text = unquote(parts.path)
     return Path(text).expanduser().absolute()
+
+
+def shown(path: Path) -> str:
+    """As a person would write it: relative, where it is in the current folder."""
+    with contextlib.suppress(ValueError, OSError):
+        return os.fspath(path.absolute().relative_to(Path.cwd()))
+    return os.fspath(path)

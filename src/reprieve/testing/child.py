@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from reprieve import points
+from reprieve.console import fallback
 from reprieve.storage.disk import Disk
 from reprieve.testing.disks import FullDisk, SlowDisk
 from reprieve.testing.faults import Fault, FullDiskFault, SlowDiskFault, at_points
@@ -92,6 +93,7 @@ def _run(task_file: str) -> int | str | None:
     os.environ.update(task.environment)
     sys.path[:] = task.search_path
     _as_if_fresh()
+    fallback.shows_every_rank = True
     _faults = [fault for fault in task.faults if fault.rank == task.rank]
     if _faults:
         points.on_reached = at_points(_faults)

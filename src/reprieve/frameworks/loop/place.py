@@ -65,13 +65,13 @@ class Place:
     def going(self) -> list[OnePass]:
         return [one for one in self.passes if one.going is not None]
 
-    def source(self, loader: Any, signals: tuple[int, ...]) -> int:
+    def source(self, loader: Any) -> int:
         """The number of the source for this loader; made at its first use."""
         for number, known in enumerate(self._loaders):
             if known is loader:
                 return number
         self._loaders.append(loader)
-        self.sources.append(DataSource(loader, ignore=signals))
+        self.sources.append(DataSource(loader))
         number = len(self.sources) - 1
         self.restore_source(number)
         return number

@@ -133,6 +133,7 @@ class Run:
             self.resumed = self._resume()
             """What the run goes on from; None: from the start."""
             session.restored(self.resumed)
+            session.restored_all()
         except BaseException as error:
             session.refused(error)
             raise
@@ -190,7 +191,7 @@ class Run:
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """The batches of one pass over the loader: from the first, or after a resume from where the run was."""
-        number = self._place.source(loader, self._session.guard.signals)
+        number = self._place.source(loader)
         saved = self._place.resumed_passes.pop(0) if self._place.resumed_passes else None
         one = OnePass(number)
         self._place.passes.append(one)
@@ -265,7 +266,7 @@ class Run:
     def evaluation(self, loader: Iterable[T]) -> Iterator[T]:
         """All batches of the loader. A stop in here is served here, and the whole evaluation runs after the resume."""
         self._at_boundary(tail=True)
-        number = self._place.source(loader, self._session.guard.signals)
+        number = self._place.source(loader)
         source = self._place.sources[number]
         outer, self._evaluating = self._evaluating, (number, self._rng(), source.state())
         self._pace.interrupted()

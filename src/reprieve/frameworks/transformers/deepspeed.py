@@ -79,6 +79,25 @@ def size(engine: Any, rank: int) -> int:
     return int(own)
 
 
+def parts(engine: Any) -> dict[str, Any]:
+    """What this rank holds of the model and of the optimizer, for a drill."""
+    optimizer = engine.optimizer
+    groups = optimizer.param_groups
+    held = [one for group in groups for one in group["params"]]
+    return {
+        "model": {
+            # ds_tensor: this rank's part, where the model is divided among ranks.
+            **{name: getattr(value, "ds_tensor", value) for name, value in engine.module.named_parameters()},
+            **dict(engine.module.named_buffers()),
+        },
+        "optimizer": {
+            "groups": [{name: value for name, value in group.items() if name != "params"} for group in groups],
+            "parameters": held,
+            "states": [optimizer.state.get(one) for one in held],
+        },
+    }
+
+
 def _load(real: Callable[..., None], engine: Any, path: str, *args: Any, **kwargs: Any) -> None:
     """In place of transformers' `deepspeed_load_checkpoint`."""
     _check_partition(engine, Path(path))

@@ -8,8 +8,10 @@ word; these are read through `from_pretrained`, which knows the names.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ from reprieve.errors import ReprieveError, StateMismatch
 from reprieve.frameworks.transformers.replacing import replaced
 
 log = logging.getLogger("reprieve")
+
+_ADAPTER = "adapter_config.json"
 
 _MISFITS = ("state_dict", "loaded state dict", "size mismatch", "Can't find a valid checkpoint", "failed to resume")
 """How torch, PEFT, transformers and DeepSpeed say it."""
@@ -91,6 +95,27 @@ def strict_adapters(model: Any, path: str) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def every_adapter(model: Any, path: str) -> Iterator[None]:
+    """Around stock's load. Of a checkpoint with several adapters that leaves out the one in the folder itself, and it
+    activates one alone: here all are loaded, and those are active and trained that were before."""
+    if not hasattr(model, "peft_config"):
+        yield
+        return
+    active = list(model.active_adapters)
+    trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    yield
+    folder = Path(path)
+    if (folder / _ADAPTER).exists() and any(
+        (inner / _ADAPTER).exists() for inner in folder.iterdir() if inner.is_dir()
+    ):
+        model.load_adapter(path, "default")  # that is whose files PEFT puts there
+    if list(model.active_adapters) != active:
+        model.base_model.set_adapter(active)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained.get(name, parameter.requires_grad))
+
+
 def callbacks(trainer: Any) -> None:
     """The state of callbacks, into those that are there; the trainer would make new ones, in another order."""
     known: dict[str, list[Any]] = {}
@@ -99,8 +124,15 @@ def callbacks(trainer: Any) -> None:
             known.setdefault(type(one).__name__, []).append(one)
     for name, data in trainer.state.stateful_callbacks.items():
         for one, saved in zip(known.get(name, ()), data if isinstance(data, list) else [data], strict=False):
-            for attribute, value in saved.get("attributes", {}).items():
-                setattr(one, attribute, value)
+            restore_callback(one, saved)
+
+
+def restore_callback(callback: Any, saved: Mapping[str, Any]) -> None:
+    """As it was when its `state()` gave this. What it remembers may be among the arguments that it is made with."""
+    if json.dumps(saved.get("args", {}), default=str) != json.dumps(callback.state().get("args", {}), default=str):
+        vars(callback).update(vars(type(callback)(**saved["args"])))
+    for attribute, value in saved.get("attributes", {}).items():
+        setattr(callback, attribute, value)
 
 
 def of_another_model(path: str, missing: Collection[str], unexpected: Collection[str]) -> StateMismatch:

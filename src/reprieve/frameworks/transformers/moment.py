@@ -5,6 +5,8 @@
     losses           the sum since the last log line, and since the beginning
     TRL              its averages since the last log line, GRPO's place in a batch of generations
     mode             whether the model trains or was evaluated last: TRL logs the averages of one or the other
+    log              the order of the keys in its entries
+    generation       what evaluations have changed in the model's generation_config
 
 A dict of plain values and tensors: it is saved, by every rank, and loaded with weights_only.
 """
@@ -12,7 +14,7 @@ A dict of plain values and tensors: it is saved, by every rank, and loaded with 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from transformers.trainer_callback import ExportableState
 
 from reprieve.checkpoint.rng import capture_rng
 from reprieve.data.randomness import restore_global
+from reprieve.frameworks.transformers import loading
 
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 _LOSSES = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step")  # not every version has them all
@@ -35,7 +38,13 @@ def take(trainer: Any) -> dict[str, Any]:
         "tr_loss": float(trainer._tr_loss),
         "losses": {name: vars(trainer)[name] for name in _LOSSES if name in vars(trainer)},
         "trl": {name: _plain(vars(trainer)[name]) for name in _OF_TRL if name in vars(trainer)},
+        "evaluation_loaders": evaluation_loaders(trainer),
     }
+
+
+def evaluation_loaders(trainer: Any) -> list[str]:
+    """Which of them have workers already, that stay for the next evaluation: those draw no random number any more."""
+    return sorted(getattr(trainer, "_eval_dataloaders", ()))
 
 
 def put_back(trainer: Any, moment: Mapping[str, Any]) -> None:
@@ -53,6 +62,39 @@ def put_back(trainer: Any, moment: Mapping[str, Any]) -> None:
             setattr(trainer, name, _filled(vars(trainer)[name], value, trainer.args.device))
 
 
+def log_keys(log: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """The orders in which log entries have their keys: trainer_state.json sorts them, and a model card takes the
+    headings of its table from the keys of an entry."""
+    return [list(keys) for keys in {frozenset(entry): tuple(entry) for entry in log}.values()]
+
+
+def order_log(log: list[dict[str, Any]], orders: Sequence[Sequence[str]]) -> None:
+    """Bring the keys of each entry back into their order."""
+    by_keys = {frozenset(order): order for order in orders}
+    for number, entry in enumerate(log):
+        log[number] = {key: entry[key] for key in by_keys.get(frozenset(entry), entry)}
+
+
+def generation(trainer: Any) -> dict[str, Any]:
+    """How its model generates, as far as that is plain values."""
+    config = getattr(trainer.model, "generation_config", None)
+    found = {} if config is None else vars(config)
+    return {name: value for name, value in found.items() if value is None or isinstance(value, int | float | str)}
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """What an evaluation has changed: Seq2SeqTrainer fills in the defaults, and save_model() writes them."""
+    return {name: [before.get(name), value] for name, value in now.items() if before.get(name) != value}
+
+
+def change_generation(trainer: Any, changed: Mapping[str, Sequence[Any]]) -> None:
+    """Apply the changes again, except to what the script sets to another value now."""
+    config = getattr(trainer.model, "generation_config", None)
+    for name, (before, value) in changed.items():
+        if config is not None and getattr(config, name, None) == before:
+            setattr(config, name, value)
+
+
 class Before:
     """A trainer before an evaluation, in memory: a stop in it goes back to there."""
 
@@ -61,7 +103,7 @@ class Before:
         self.moment = take(trainer)
         self._logged = len(trainer.state.log_history)
         self._callbacks = [
-            (one, copy.deepcopy(one.state().get("attributes", {})))
+            (one, copy.deepcopy(one.state()))
             for one in trainer.callback_handler.callbacks
             if isinstance(one, ExportableState)
         ]
@@ -69,9 +111,10 @@ class Before:
     def go_back(self) -> None:
         trainer = self._trainer
         del trainer.state.log_history[self._logged :]
-        for one, attributes in self._callbacks:
-            for name, value in attributes.items():
-                setattr(one, name, value)
+        for callback, state in self._callbacks:
+            loading.restore_callback(callback, state)
+        for key in set(evaluation_loaders(trainer)) - set(self.moment["evaluation_loaders"]):
+            del trainer._eval_dataloaders[key]
         self._weights_for_training()
         put_back(trainer, self.moment)
 

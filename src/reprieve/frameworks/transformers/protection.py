@@ -15,6 +15,8 @@ from reprieve.frameworks.transformers.training import Training
 
 log = logging.getLogger("reprieve")
 
+_PROTECTION = "_reprieve_protection"
+
 
 class Protection:
     """Of one trainer, for as many calls of `train` as there are."""
@@ -48,6 +50,15 @@ class Protection:
             return self.training.run(real, resume_from_checkpoint, trial, *args, **kwargs)
         finally:
             self.training = None
+
+
+def protection_of(trainer: Any, options: Mapping[str, Any]) -> Protection:
+    """The trainer's own; made at the first call, with these options."""
+    known: Protection | None = vars(trainer).get(_PROTECTION)
+    if known is None:
+        known = Protection(trainer, options)
+        setattr(trainer, _PROTECTION, known)
+    return known
 
 
 class _Events(TrainerCallback):

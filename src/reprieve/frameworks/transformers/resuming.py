@@ -7,7 +7,6 @@ first does what its control's flags say was still due.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,22 +28,23 @@ class Resuming:
         self._session = session
         self._real = real
         restored = session.checkpointer.restore(whole=True, needs="trainer_state.json")
-        self.path = starting.point(session, restored, asked)
+        self.given = starting.path_in(asked)
+        self.path = starting.point(session, restored, self.given)
         """The checkpoint to load."""
-        self.given = os.fspath(asked) if isinstance(asked, (str, os.PathLike)) else None
         self._restored = restored
         self._saved = restored.values.get("transformers") if restored is not None else None
         self.place: Mapping[str, Any] | None = self._saved
         """Where the process before was; None: nowhere, or we are there again."""
+        requested = restored is not None and (self._saved is None or self._saved.get("requested", True))
+        self.requested_at = restored.step if restored is not None and requested else None
+        """The step that was restored, if the script's save strategy had asked for that checkpoint."""
+        self.evaluation_is_due = False
+        """The checkpoint was saved before the evaluation of its step, which was not done since."""
         self.more_steps = 0
         """Than the epochs would have (place.py)."""
         if restored is not None and self._saved is None:
             log.warning("%s was saved by other means: it is resumed as stock transformers does", restored.path)
         session.restored(restored)
-        if session.finished:
-            log.warning(
-                "already finished after %d steps: nothing to train, if not more is asked for", session.last_saved
-            )
 
     def hooks(self) -> dict[str, Callable[..., Any]]:
         """What is called in place of methods of the trainer."""
@@ -61,7 +61,7 @@ class Resuming:
     def _load_from_checkpoint(self, path: str, *args: Any, **kwargs: Any) -> None:
         self._loading = path
         model = given(self._real["_load_from_checkpoint"], (path, *args), kwargs).get("model") or self._trainer.model
-        with loading.explained(path), loading.strict_adapters(model, path):
+        with loading.explained(path), loading.strict_adapters(model, path), loading.every_adapter(model, path):
             self._real["_load_from_checkpoint"](path, *args, **kwargs)
 
     def _load_best_model(self) -> None:
@@ -95,6 +95,8 @@ class Resuming:
         trainer = self._trainer
         self._session.checkpointer.pin(starting.step_of(trainer.state.best_model_checkpoint))
         max_steps = given(self._real["_init_training_state"], args, kwargs)["max_steps"]
+        if self._saved is not None:
+            moment.order_log(trainer.state.log_history, self._saved.get("log_keys", ()))
         trainer.state.compute_steps(trainer.args, max_steps)  # how often to log and save is as the script says it now
         if self.place is None:
             return found
@@ -111,10 +113,14 @@ class Resuming:
         assert resumed is not None
         self.place = None
         moment.put_back(trainer, resumed["moment"])
+        loader.go_on(resumed["position"], lambda: None)
+        self._session.restored_all()
         control, state = trainer.control, trainer.state
         if state.global_step >= resumed["max_steps"]:
             control.should_training_stop = state.global_step >= state.max_steps
-        loader.go_on(resumed["position"], lambda: None)
+        if self._session.finished and control.should_training_stop:
+            log.warning("already finished after %d steps: nothing to train", state.global_step)
+        self.evaluation_is_due = control.should_evaluate
         if control.should_evaluate or control.should_save:
             names = ("model", "trial", "epoch", "ignore_keys_for_eval", "start_time")
             trainer._maybe_log_save_evaluate(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from transformers import trainer as stock
@@ -15,9 +15,9 @@ from reprieve.frameworks.transformers.replacing import replaced
 class Seeking:
     """Stands for the loader that Hugging Face made, and gives out its batches through a `DataSource`."""
 
-    def __init__(self, loader: Any, ignore: Sequence[int]) -> None:
+    def __init__(self, loader: Any) -> None:
         self._loader = loader
-        self._source = DataSource(loader, ignore=ignore)
+        self._source = DataSource(loader)
         self._position: Mapping[str, Any] | None = None
         self._enter: Callable[[], None] | None = None
         self._going: Pass | None = None

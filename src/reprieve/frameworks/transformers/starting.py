@@ -18,13 +18,16 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from reprieve.checkpoint import names
 from reprieve.checkpoint.answers import Restored
 from reprieve.checkpoint.blocks import BlockPool
+from reprieve.checkpoint.survey import survey
 from reprieve.checkpoint.verify import verify
 from reprieve.config import format_size
-from reprieve.errors import ConfigError, StateMismatch
+from reprieve.errors import ConfigError, InvalidCheckpoint, StateMismatch
 from reprieve.frameworks.session import Session
 from reprieve.frameworks.transformers import deepspeed
 from reprieve.progress.bar import terminal
+from reprieve.ranks.group import Ranks
 from reprieve.settings import ALL, NEVER, Settings, resolve
+from reprieve.storage.uri import original_path
 
 log = logging.getLogger("reprieve")
 
@@ -33,6 +36,12 @@ _SETTINGS = ("checkpoints", "every", "keep", "fresh", "name", "kill_wait", "save
 
 def check(trainer: Any) -> None:
     """Raise for what cannot be resumed from."""
+    started = os.environ.get("WORLD_SIZE", "1")
+    if started not in ("1", str(trainer.args.world_size)):
+        raise ConfigError(
+            f"{started} processes were started, and the Trainer in each of them has a world_size of "
+            f"{trainer.args.world_size}: they would overwrite each other's checkpoints. Without GPUs, give use_cpu=True"
+        )
     if trainer.args.save_only_model:
         raise ConfigError(
             "save_only_model=True: such a checkpoint has no optimizer, and training cannot go on from it. Take it out "
@@ -62,43 +71,104 @@ def _gathering(trainer: Any) -> str | None:
 
 def settings(trainer: Any, options: Mapping[str, Any], call: int) -> tuple[Settings, dict[str, Any]]:
     """What was said to us wins over TrainingArguments, which win over our defaults. The rest of the options are the
-    session's."""
+    session's.
+
+    Without `save_total_limit`, stock keeps every checkpoint that `save_strategy` asks for. So do we where `every` adds
+    checkpoints of our own: `keep` then limits only those.
+    """
     args: TrainingArguments = trainer.args
     found = resolve({name: options.get(name) for name in _SETTINGS}, options=False)
     said = {name: source != "default" for name, source in found.sources.items()}
+    every = found.every if said["every"] else NEVER
+    keep_requested = every != NEVER and not args.save_total_limit
     folder = Path(found.checkpoints or str(args.output_dir))
     changed = replace(
         found,
         # The checkpoints of a second training have the same names as those of the first.
         checkpoints=os.fspath(folder if call == 1 else folder / f"train-{call}"),
-        every=found.every if said["every"] else NEVER,
-        keep=found.keep if said["keep"] else args.save_total_limit or ALL,
+        every=every,
+        keep=found.keep if said["keep"] or keep_requested else args.save_total_limit or ALL,
     )
-    return changed, {name: value for name, value in options.items() if name not in _SETTINGS}
+    rest = {name: value for name, value in options.items() if name not in _SETTINGS}
+    return changed, {"keep_requested": keep_requested, **rest}
 
 
-def point(session: Session, restored: Restored | None, asked: Any) -> str | None:
-    """Where training goes on. `asked`: what the script gave to `train`, which is where the run begins."""
-    given = Path(asked).absolute() if isinstance(asked, (str, os.PathLike)) else None
+def path_in(resume_from_checkpoint: Any) -> str | None:
+    """The path that the script gave to `train`; None if it gave none, which means the same as True and False here:
+    resuming is automatic. Scripts with argparse pass these, and empty variables, as text."""
+    if not isinstance(resume_from_checkpoint, (str, os.PathLike)):
+        return None
+    path = os.fspath(resume_from_checkpoint)
+    is_word = path.strip().lower() in ("", "true", "false", "none")
+    return None if is_word and not Path(path or "no path").exists() else path
+
+
+def point(session: Session, restored: Restored | None, asked: str | None) -> str | None:
+    """Where training goes on. `asked`: the path that the script gave to `train`, which is where the run begins."""
+    given, root = _outside_drill(asked), original_path(session.root)
     if restored is None:
-        if given is None:
-            return None  # True, where nothing was saved yet, is no error
-        if session.settings.fresh and given.parent == session.root.absolute():
+        if asked is None or given is None:
+            return None
+        if session.settings.fresh and given.parent == root:
             log.warning("starting over: not from %s, which was moved away", asked)
             return None
-        verify(given, BlockPool(limit=2))
-        return str(asked)
+        _check_starting_point(session.ranks, Path(asked).absolute())
+        return asked
     ours = restored.values.get("transformers")
-    began = Path(ours["given"]).absolute() if ours and ours["given"] else None
-    if given is None or given == restored.path.absolute():
+    began = _outside_drill(ours["given"] or None) if ours else None
+    if given is None or given == original_path(restored.path):
         return os.fspath(restored.path)
-    if given != began and given.parent != session.root.absolute():
+    if asked is not None and given != began and given.parent != root:
+        _check_starting_point(session.ranks, Path(asked).absolute())
         raise StateMismatch(
-            f"the script begins at {asked}, and {session.root} holds checkpoints of a run that did not: give another "
+            f"the script begins at {asked}, and {root} holds checkpoints of a run that did not: give another "
             "output_dir, or start over (reprieve run --fresh)"
         )
     log.warning("the run began at %s, and goes on from %s", asked, restored.path)
     return os.fspath(restored.path)
+
+
+def _outside_drill(given: str | None) -> Path | None:
+    """A checkpoint's path, as it is outside of a drill: in one, a script may have looked into the scratch folder."""
+    return original_path(given) if given is not None else None
+
+
+def _check_starting_point(ranks: Ranks, path: Path) -> None:
+    """Raise, on all ranks, unless a trainer can resume from there on each of them."""
+    problem = next((problem for problem in ranks.agree("starting point", lambda: _problem(path)) if problem), None)
+    if problem is None:
+        return
+    newest = _newest_near(path)
+    instead = f"Give {newest}, the newest checkpoint there, or leave" if newest else "Leave"
+    raise ConfigError(
+        f"resume_from_checkpoint={os.fspath(path)!r} cannot be resumed from: {problem}. {instead} it out: Reprieve "
+        "resumes from the newest checkpoint in output_dir by itself, and starts from scratch where there is none"
+    )
+
+
+def _problem(path: Path) -> str | None:
+    """Why a trainer cannot resume from there."""
+    if not path.is_dir():
+        return "it is not a folder" if path.exists() else "there is no such folder"
+    if not any(path.iterdir()):
+        return "the folder is empty"
+    if not (path / "trainer_state.json").is_file():
+        return "it is no checkpoint of a Trainer, because it has no trainer_state.json"
+    try:
+        verify(path, BlockPool(limit=2))
+    except InvalidCheckpoint as error:
+        return error.reason
+    return None
+
+
+def _newest_near(path: Path) -> Path | None:
+    """The newest checkpoint in that folder, or beside it."""
+    for folder in (path, path.parent):
+        with contextlib.suppress(OSError):
+            for found in survey(folder):
+                if found.problem is None and found.path != path:
+                    return found.path
+    return None
 
 
 def step_of(checkpoint: str | None) -> int | None:

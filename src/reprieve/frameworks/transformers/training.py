@@ -12,16 +12,18 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from reprieve.checkpoint.rng import capture_rng, restore_rng
 from reprieve.frameworks import ddp
 from reprieve.frameworks.session import Session
-from reprieve.frameworks.telling import Position
-from reprieve.frameworks.transformers import deepspeed, followers, moment, starting
+from reprieve.frameworks.telling import Position, in_drill
+from reprieve.frameworks.transformers import deepspeed, drilling, followers, moment, starting
 from reprieve.frameworks.transformers.pushing import Pushing
 from reprieve.frameworks.transformers.replacing import given, replaced
 from reprieve.frameworks.transformers.resuming import Resuming
@@ -54,15 +56,24 @@ class Training:
         """What `_maybe_log_save_evaluate` was given for the last step."""
         self._last: dict[str, Any] = {}
         """What a log line says of the last step, if that was before the resume."""
+        self._evaluation_loaders: set[str] = set()
+        """Those whose persistent workers the interrupted process had, and this one does not have yet."""
         self._watched: ddp.BucketOrder | None = None
         self._buckets: list[str] = []
+        self._generation: dict[str, Any] = {}
+        """How the script's model generates, before the first evaluation."""
         self._best_before: str | None = None
         """The best checkpoint before the last save: should that be lost, this is it."""
         self._began, self._earlier_s = time.monotonic(), 0.0
         trainer.state.global_step = 0  # of an earlier training
+        self._batches: Iterator[Any] | None = None
+        """Where the next batch would come from. None: the stop is in an evaluation, after which it may be another."""
+        self._watch_first = False
+        """In a drill: the next batch is the first after the resume."""
         self._session = Session(
-            settings, position=self._position, state={}, rng=False, bar=starting.replaces_bar(trainer), **rest
-        )
+            settings, position=self._position, state={}, parts=self._parts, rng=False,
+            bar=starting.replaces_bar(trainer), **rest,
+        )  # fmt: skip
         self._by_count = self._session.checkpointer.schedule.by_count
 
     def run(self, train: Callable[..., Any], asked: Any, *args: Any, **kwargs: Any) -> Any:
@@ -71,6 +82,7 @@ class Training:
         together = False
         try:
             self._resuming = Resuming(self._trainer, session, self._real, asked)
+            self._contents.asked_at = self._resuming.requested_at
             place = self._resuming.place
             with (
                 self._hooked(),
@@ -102,7 +114,7 @@ class Training:
     def _hooks(self) -> dict[str, Callable[..., Any]]:
         """What is called in place of methods of the trainer."""
         return {
-            "get_train_dataloader": lambda: Seeking(self._real["get_train_dataloader"](), self._session.guard.signals),
+            "get_train_dataloader": lambda: Seeking(self._real["get_train_dataloader"]()),
             "set_initial_training_values": self._set_initial_training_values,
             "_run_epoch": self._run_epoch,
             "get_batch_samples": self._get_batch_samples,
@@ -112,6 +124,7 @@ class Training:
             "prediction_step": self._prediction_step,
             "_save_checkpoint": self._save_checkpoint,
             "_finalize_training": self._finalize_training,
+            "get_eval_dataloader": self._get_eval_dataloader,
         }
 
     def _position(self) -> Position:
@@ -138,9 +151,12 @@ class Training:
         self._watched = ddp.watch({"model": self._trainer.model_wrapped}).get("model")
         if self._trainer.args.save_strategy != "no":
             self._session.telling.tracker.checkpoints(enabled=True)
+        self._generation = moment.generation(self._trainer)
         resumed = self._resuming.place
         if resumed is None:
             return
+        self._evaluation_loaders = set(resumed["moment"].get("evaluation_loaders", ()))
+        moment.change_generation(self._trainer, resumed.get("generation", {}))
         if self._watched is not None:
             self._watched.take(resumed["buckets"])
             self._buckets = resumed["buckets"]
@@ -158,11 +174,12 @@ class Training:
             self._where["ended"] = resumed["ended"]
             if self._resuming.enter(self._loader, epoch):
                 return
+            self._watch_first = in_drill()
         real(**epoch)
 
     # Boundaries
 
-    def _get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+    def _get_batch_samples(self, batches: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
         session, loader = self._session, self._loader
         assert loader is not None
         loader.mark()
@@ -176,9 +193,30 @@ class Training:
             flags = self._trainer.control
             flags.should_evaluate = flags.should_save = False
             if boundaries.stop_asked:
+                self._batches = batches
                 self._stop()
-            self._save_beside(background=True)
-        return self._real["get_batch_samples"](*args, **kwargs)
+            if self._trainer.state.global_step == session.last_saved:
+                boundaries.saved()  # the script asked for this step, too
+            else:
+                self._save_beside(background=True)
+        if self._watch_first:
+            self._watch_first = False
+            batches = drilling.watch_first(batches, self._report_first)
+        return self._real["get_batch_samples"](batches, *args, **kwargs)
+
+    def _report_first(self, batch: Any) -> None:
+        assert self._loader is not None
+        self._session.telling.restored(functools.partial(drilling.data_order, batch, self._loader))
+
+    def _parts(self) -> dict[str, Any]:
+        """The state in memory, at a stop or after a resume. Called only in a drill."""
+        assert self._loader is not None
+        found = drilling.parts(self._trainer, self._loader, self._where)
+        if self._batches is not None:
+            # There may be collectives in it: all ranks stand at this boundary, and all do this.
+            for batch in itertools.islice(self._batches, 1):
+                found |= drilling.data_order(batch, self._loader)
+        return found
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         # After every step: each call that is not made is a microsecond.
@@ -238,9 +276,24 @@ class Training:
         try:
             self._stop_in_evaluation(self._session.boundaries.step)
             with self._session.telling.tracker.pausing(EVALUATING):
-                return self._real["evaluate"](*args, **kwargs)
+                metrics = self._real["evaluate"](*args, **kwargs)
         finally:
             self._before = None
+        if self._resuming.evaluation_is_due:
+            self._resuming.evaluation_is_due = False
+            self._session.last_saved = None  # what is saved of this step does not have it
+        return metrics
+
+    def _get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        real = self._real["get_eval_dataloader"]
+        loader, key = real(*args, **kwargs), given(real, args, kwargs).get("eval_dataset")
+        key = key if isinstance(key, str) else "eval"  # as transformers names them
+        if key in self._evaluation_loaders:
+            self._evaluation_loaders.remove(key)
+            rng = capture_rng({})
+            iter(getattr(loader, "base_dataloader", loader))  # workers start, and draw a seed: that was before
+            restore_rng(rng, {})
+        return loader
 
     def _stop_in_evaluation(self, come: Callable[[], None]) -> None:
         session = self._session
@@ -263,17 +316,17 @@ class Training:
     # Saving
 
     def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
-        """Hugging Face says that a save is due."""
-        session, control = self._session, self._trainer.control
-        control.should_save = False  # once it is resumed from, it is done
-        self._contents.asked_at = self._trainer.state.global_step
-        if self._trainer.state.global_step == session.last_saved:
+        """Hugging Face says that a save is due. One of this step that it had not asked for is replaced: it was saved at
+        a stop, before an evaluation was done or an epoch had ended."""
+        session = self._session
+        step = self._trainer.state.global_step
+        if step == session.last_saved == self._contents.asked_at:
             self._contents.note_best(session.root)
             self._pin()
             self._pushing.push(session)  # it was saved at a stop, and not pushed
         else:
+            self._contents.asked_at = step
             self._save_beside(background=not self._contents.somebody_looks())
-        control.should_save = True
 
     def _on_save(self, real: Callable[..., Any], args: Any, state: Any, control: Any) -> Any:
         """Callbacks are shown the checkpoint where it is. One that storage refused is not shown: training goes on."""
@@ -299,6 +352,8 @@ class Training:
                 metrics=self._contents.metrics(),
                 values={"transformers": self._values()},
                 files=lambda: self._contents.collect(session),
+                unrequested=self._contents.asked_at != trainer.state.global_step,
+                replace=True,
                 background=background and not trainer.args.push_to_hub,
                 within=within,
             )
@@ -323,11 +378,13 @@ class Training:
         trainer, loader = self._trainer, self._loader
         assert loader is not None
         loader.mark()  # here, too: the step may be followed by a save before the next fetch
+        now, requested = moment.take(trainer), self._contents.asked_at == trainer.state.global_step
+        now["flags"]["should_save"] &= not requested  # once it is resumed from, it is done
         return {
             **self._where,
             "position": loader.position,
             "source": loader.state(),
-            "moment": moment.take(trainer),
+            "moment": now,
             "last": self._of_last_step(),
             "buckets": self._buckets,
             "max_steps": trainer.state.max_steps,
@@ -339,6 +396,9 @@ class Training:
             "seconds": self._earlier_s + time.monotonic() - self._began,
             "given": self._resuming.given,
             "followers": followers.ids(trainer),
+            "requested": requested,
+            "log_keys": moment.log_keys(trainer.state.log_history),
+            "generation": moment.changes(self._generation, moment.generation(trainer)),
         }
 
     # The end

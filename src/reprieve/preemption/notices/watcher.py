@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Protocol
 
+from reprieve.console import ONE_RANK
+
 log = logging.getLogger("reprieve")
 
 _LONGEST_PAUSE = timedelta(seconds=15)
@@ -93,8 +95,9 @@ class NoticeWatcher:
         trouble = str(error) or type(error).__name__
         if trouble != self._trouble and not self._closed.is_set():
             log.warning(
-                "cannot ask %s for notices: %s. Training goes on, and we keep asking", self._cloud.name, trouble
-            )
+                "cannot ask %s for notices: %s. Training goes on, and we keep asking", self._cloud.name, trouble,
+                extra=ONE_RANK,
+            )  # fmt: skip
         self._trouble = trouble
 
     def _worked(self) -> None:
