@@ -67,7 +67,7 @@ def _parser(name: str, command: Any) -> ArgumentParser:
     summary = COMMANDS[name]
     parser = ArgumentParser(
         prog=f"reprieve {name}",
-        description=f"{summary[0].upper()}{summary[1:]}.",
+        description=summary[0].upper() + summary[1:] + ("" if summary.endswith("?") else "."),
         epilog=about,
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,

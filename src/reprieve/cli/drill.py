@@ -2,7 +2,8 @@
 
 Starts the job in a scratch folder, preempts it after a few steps, starts it again and compares. Says whether the job
 survives its grace period and by how much, what took the time, and what to change. Exit 0 only if it survives. The job's
-own checkpoints are not touched; what the script writes elsewhere, it writes.
+own checkpoints and a Trainer's output_dir are not touched; what the script writes elsewhere, it writes. The job's
+output goes to stderr, stdout holds the report alone.
 
 examples:
   reprieve drill --grace 30s python train.py
@@ -54,6 +55,7 @@ def main(args: Namespace) -> int:
         say(str(error))
         return error.code
     report = job.run(Report(period.total_seconds(), source))
+    talk.print()  # the job's output may have ended in the middle of a line
     if args.json:
         print_json(report.as_dict())
     else:
@@ -90,6 +92,8 @@ def _show(report: Report) -> None:
     ):  # fmt: skip
         table.add_row(name, f"{seconds:.2f} s", note)
     data.print(table)
+    if report.compared:
+        data.print(f"compared: {', '.join(report.compared)}")
     if report.survives:
         data.print(Text.assemble(("survives", "green"), f" a preemption with {report.margin_s:.1f} s to spare"))
     for problem in report.problems:

@@ -104,6 +104,8 @@ class Attempt:
     hang: timedelta | None
     on_change: Callable[[Attempt], None]
     """Called whenever something has happened, and every second."""
+    output: tuple[int, int] = (1, 2)
+    """The descriptors that the command's stdout and stderr are passed on to."""
     seen: Seen = field(default_factory=Seen)
     stop: Stop | None = None
     hung_s: float | None = None
@@ -117,7 +119,7 @@ class Attempt:
 
     def run(self) -> Ended:
         """Raises OSError where the command cannot be started."""
-        self._streams = [Stream(fd, self.log) for fd in (1, 2)]
+        self._streams = [Stream(fd, self.log) for fd in self.output]
         out, err = (stream.theirs for stream in self._streams)
         try:
             self.child = Child(self.command.argv, self.environment, out, err)
@@ -132,9 +134,9 @@ class Attempt:
                 self._wait()
                 for number in self.signals.read():
                     self._signalled(number)
+                self.child.reap()  # before the reports are read: what the child has reported before its end is in them
                 for told in self.listener.read():
                     self._told(told)
-                self.child.reap()
                 self._look_at_clock()
                 self.on_change(self)
             self._end_the_rest()
@@ -186,8 +188,9 @@ class Attempt:
             self.ask_to_stop("reprieve pause", paused=True)
             return
         self.seen.take(told)
-        if self.seen.stopping is not None and self.stop is None and self.hung_s is None and not self._orphaned:
-            # A cloud's notice, or a rank on another machine. torchrun must not start its ranks again in place.
+        if self.seen.stopping is not None and self.stop is None and self._end_by is None and self._refused_at is None:
+            # A cloud's notice, a rank on another machine, or a SIGTERM that the launcher has not sent. torchrun must
+            # not start its ranks again in place.
             self.ask_to_stop(self.seen.stopping)
         if self.seen.refused is not None and self._refused_at is None:
             self._refused_at = time.monotonic()

@@ -41,6 +41,10 @@ _THIN = 0.25
 """A margin below this part of the grace period is thin: disks are not always equally fast."""
 
 
+_ITS_END, _TIMED_OUT = "the drill", "the drill's time-out"
+"""Why the drill itself ends the job."""
+
+
 class DrillFailed(ReprieveError):
     """The rehearsal itself could not be held."""
 
@@ -69,7 +73,11 @@ class Report:
     bytes: int = 0
     ranks: int = 0
     equal: bool | None = None
-    """The state after the start is the state at the stop, bit for bit, on every rank."""
+    """The state after the restart is the state at the stop, bit for bit, on every rank; None: not compared."""
+    compared: list[str] = field(default_factory=list)
+    """The parts of the state that were compared."""
+    differences: dict[str, list[int]] = field(default_factory=dict)
+    """The parts of the state that are not equal, and on which ranks."""
 
     @property
     def margin_s(self) -> float:
@@ -112,10 +120,10 @@ class Drill:
         self.say("starting the job, to see where its checkpoints are")
         with tempfile.TemporaryDirectory(prefix="reprieve-drill-") as scratch:
             env = self._environment(Path(scratch))
-            seen = self._until(env, lambda seen: seen.checkpoints is not None, then=signal.SIGKILL)[0].seen
-        if seen.checkpoints is None:
-            raise DrillFailed(_UNPROTECTED)
-        return seen.checkpoints
+            attempt, ended, _ = self._until(env, lambda seen: seen.checkpoints is not None, then=signal.SIGKILL)
+        if attempt.seen.checkpoints is None:
+            raise _not_started(attempt.seen, ended)
+        return attempt.seen.checkpoints
 
     def _preempt(self, env: Mapping[str, str], report: Report) -> Seen:
         def far_enough(seen: Seen) -> bool:
@@ -123,12 +131,8 @@ class Drill:
 
         attempt, ended, ended_at = self._until(env, far_enough)
         seen = attempt.seen
-        if seen.refused is not None:
-            raise DrillFailed(f"the job does not start: {seen.refused}")
-        if not seen.ranks:
-            raise DrillFailed(
-                _UNPROTECTED if ended.code == 0 else f"the job ended with exit code {ended.code} before it trained"
-            )
+        if seen.refused is not None or not seen.ranks:
+            raise _not_started(seen, ended)
         if attempt.stop is None:
             raise DrillFailed(
                 f"the job ended by itself (exit code {ended.code}) at step {seen.step}, before it had trained "
@@ -146,23 +150,23 @@ class Drill:
 
     def _start_again(self, env: Mapping[str, str], report: Report, before: Seen) -> None:
         launched = time.monotonic()
-        attempt, _, _ = self._until(env, lambda seen: seen.step > (seen.resumed or 0), then=signal.SIGKILL)
+        attempt, ended, _ = self._until(env, lambda seen: seen.step > (seen.resumed or 0), then=signal.SIGKILL)
         seen = attempt.seen
         if seen.first_step_at is not None:
-            report.restart_s = seen.first_step_at - launched
-        if seen.resumed != before.step and not seen.finished:
-            report.problems.append(
-                f"it was stopped at step {before.step} and went on from {seen.resumed or 'the start'}"
+            spent_on_us = max(rank.fingerprint_s for rank in seen.ranks.values())
+            report.restart_s = seen.first_step_at - launched - spent_on_us
+        if seen.refused is not None:
+            report.problems.append(f"it does not start again: {seen.refused}")
+        elif seen.first_step_at is None and not seen.finished:
+            why = (
+                f"exit code {ended.code}" if attempt.stop is None else f"no step in {self.timeout.total_seconds():g} s"
             )
-            return
-        was = {rank: (one.stopped or {}).get("fingerprint") for rank, one in before.ranks.items()}
-        now = {rank: one.fingerprint for rank, one in seen.ranks.items()}
-        report.equal = was == now and None not in was.values()
-        if not report.equal:
-            other = [str(rank) for rank in sorted(was) if was[rank] != now.get(rank)]
-            report.problems.append(
-                f"the state after the restart is not the one that was saved, on rank {', '.join(other)}"
-            )
+            report.problems.append(f"it does not train after the restart: {why}; see its output above")
+        elif seen.resumed != before.step:
+            resumed = "from the start" if seen.resumed is None else f"at step {seen.resumed}"
+            report.problems.append(f"it was stopped at step {before.step} and resumed {resumed}")
+        else:
+            _compare(report, before, seen)
 
     def _until(
         self, env: Mapping[str, str], reached: Callable[[Seen], bool], then: int = signal.SIGTERM
@@ -174,15 +178,20 @@ class Drill:
             if attempt.stop is not None:
                 return
             if reached(attempt.seen):
-                attempt.ask_to_stop("the drill", at_once=then == signal.SIGKILL)
+                attempt.ask_to_stop(_ITS_END, at_once=then == signal.SIGKILL)
             elif time.monotonic() - begun > self.timeout.total_seconds():
-                attempt.ask_to_stop("the drill's time-out", at_once=True)
+                attempt.ask_to_stop(_TIMED_OUT, at_once=True)
 
         listener = Listener()
         try:
             told = {**env, LAUNCHER: str(listener.path)}
-            attempt = Attempt(self.command, told, self._signals, listener, Log(None), self.timeout, None, on_change)
+            attempt = Attempt(
+                self.command, told, self._signals, listener, Log(None), self.timeout, None, on_change,
+                output=(2, 2),  # stdout is for the report alone
+            )  # fmt: skip
             ended = attempt.run()
+            if ended.stop is not None and ended.stop not in (_ITS_END, _TIMED_OUT):
+                raise DrillFailed(f"it was interrupted by {ended.stop}")
             return attempt, ended, time.monotonic()
         finally:
             listener.close()
@@ -221,6 +230,17 @@ _UNPROTECTED = (
 )
 
 
+def _not_started(seen: Seen, ended: Ended) -> DrillFailed:
+    """Why the job has not come to its training."""
+    if seen.refused is not None:
+        return DrillFailed(f"the job does not start: {seen.refused}")
+    if ended.stop == _TIMED_OUT:
+        return DrillFailed("the job has not begun to train in time: give it more with --timeout")
+    if ended.code != 0:
+        return DrillFailed(f"the job ended with exit code {ended.code} before it trained: see its output above")
+    return DrillFailed(_UNPROTECTED)
+
+
 def _measure(report: Report, attempt: Attempt, ended_at: float) -> None:
     """From the moment at which we sent the signal. The slowest rank counts."""
     assert attempt.stop is not None
@@ -237,6 +257,36 @@ def _measure(report: Report, attempt: Attempt, ended_at: float) -> None:
     report.bytes = max((int(one.get("bytes") or 0) for one in attempt.seen.saves), default=0)
 
 
+def _compare(report: Report, before: Seen, after: Seen) -> None:
+    """Is the state after the restart the one at the stop?"""
+    for number, rank in sorted(before.ranks.items()):
+        saved: dict[str, str] = (rank.stopped or {}).get("fingerprints") or {}
+        restored = after.ranks[number].fingerprints if number in after.ranks else {}
+        if not saved or not restored:
+            report.problems.append(f"rank {number} did not report its state: whether it is restored is not known")
+            return
+        report.compared += [part for part in saved if part not in report.compared]
+        for part, fingerprint in saved.items():
+            if restored.get(part) != fingerprint:
+                report.differences.setdefault(part, []).append(number)
+    report.equal = not report.differences
+    if report.differences:
+        report.problems.append(
+            f"the state after the restart is not the one that was saved: {_named(report.differences)}"
+        )
+
+
+def _named(differences: Mapping[str, list[int]]) -> str:
+    """The parts, and their ranks once for all parts that differ on the same ones."""
+    by_ranks: dict[tuple[int, ...], list[str]] = {}
+    for part, ranks in differences.items():
+        by_ranks.setdefault(tuple(ranks), []).append(part)
+    return "; ".join(
+        f"{', '.join(parts)} (rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))})"
+        for ranks, parts in by_ranks.items()
+    )
+
+
 def _judge(report: Report) -> None:
     """Does it survive, and what would help?"""
     if report.margin_s < 0:
@@ -244,8 +294,19 @@ def _judge(report: Report) -> None:
             f"it takes {report.needed_s:.1f} s, and has {report.grace_s:g} s: it would be killed, and would lose steps"
         )
     report.survives = not report.problems
-    if report.margin_s >= _THIN * report.grace_s and not report.problems:
-        return
+    report.advice += [advice for part, advice in _WHAT_HELPS.items() if part in report.differences]
+    if report.margin_s < _THIN * report.grace_s:
+        _advise_on_time(report)
+
+
+_WHAT_HELPS = {
+    "model": "change no weights after they are loaded, and make weights that no checkpoint holds (the base of an "
+    "adapter) with a fixed seed",
+    "data order": "shuffle and sample the data with a fixed seed",
+}
+
+
+def _advise_on_time(report: Report) -> None:
     parts = {"agreement": report.agreement_s, "save": report.save_s, "exit": report.exit_s}
     longest = max(parts, key=lambda name: parts[name])
     if longest == "save" and report.save_s > 0:

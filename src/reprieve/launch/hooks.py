@@ -8,24 +8,32 @@ lookup in a dict.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import sys
 from collections.abc import Callable, MutableMapping, Sequence
-from contextlib import closing
 from functools import partial
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 HOOK = Path(__file__).with_name("hook")
 
 WHEN_IMPORTED: dict[str, str] = {
     "torch": "reprieve.launch.hooks:tell_torch",
-    "transformers.trainer": "reprieve.frameworks.transformers:protect_all",
+    "transformers.trainer": "reprieve.frameworks.transformers.all_trainers:protect_all",
+    "reprieve.frameworks.loop.run": "reprieve.launch.hooks:tell_protected",
+    "reprieve.checkpoint.checkpointer": "reprieve.launch.hooks:tell_protected",
+    "torch.distributed.elastic.multiprocessing.api": "reprieve.launch.rank_launchers:watch_torchrun",
+    "accelerate.commands.launch": "reprieve.launch.rank_launchers:watch_accelerate",
 }
 """Module → what is called with it. By name: what is never used is never imported."""
+_PROTECTING = {"reprieve", "transformers", "trl"}
+"""A script that imports one of them may protect its training with it; or use it for something else."""
+_IMPORT = re.compile(r"^\s*(?:import|from)\s+(\w+)", re.MULTILINE)
 
 
 def add_to(env: MutableMapping[str, str]) -> None:
@@ -44,10 +52,32 @@ def install(table: dict[str, str] | None = None) -> None:
 
 def tell_torch(module: ModuleType) -> None:
     """The launcher would like to know who trains, and is not protected."""
-    from reprieve.progress.report import TORCH, Reporter
+    from reprieve.progress.report import TORCH, report_process
 
-    with closing(Reporter(-1, 0)) as reporter:
-        reporter.tell(TORCH)
+    report_process(TORCH, undecided=not _PROTECTING.isdisjoint(_imported_by_script()))
+
+
+def tell_protected(module: ModuleType) -> None:
+    """The script has loaded what it will train with."""
+    from reprieve.progress.report import PROTECTED, report_process
+
+    report_process(PROTECTED)
+
+
+def _imported_by_script() -> set[str]:
+    """The packages that the script, and its modules that are just being imported, name in import statements.
+
+    `import reprieve` cannot be seen in any other way: this hook has imported it before, and `reprieve.Run` is loaded
+    when it is first used, perhaps after an hour of preparing data.
+    """
+    found: set[str] = set()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "<module>":
+            with contextlib.suppress(OSError, UnicodeDecodeError):
+                found.update(_IMPORT.findall(Path(frame.f_code.co_filename).read_text(encoding="utf-8")))
+        frame = frame.f_back
+    return found
 
 
 class _Finder:

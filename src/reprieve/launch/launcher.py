@@ -15,14 +15,15 @@ import select
 import signal
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from reprieve import secrets
 from reprieve.launch import hooks, ledger, outcome, record
 from reprieve.launch.attempt import STOPS, Attempt, Signals
 from reprieve.launch.command import Command
-from reprieve.launch.outcome import Outcome
+from reprieve.launch.next_start import NextStart, find_next_start
+from reprieve.launch.outcome import Ended, Outcome
 from reprieve.launch.output import Log
 from reprieve.launch.process import become_subreaper
 from reprieve.launch.record import Record, RunFolder, Runs, default_name
@@ -30,16 +31,16 @@ from reprieve.launch.reports import Listener
 from reprieve.launch.restarts import Again, Restarts
 from reprieve.launch.warm import Warming
 from reprieve.launch.words import last_words, say
-from reprieve.preemption.deadline import Grace, grace_period
+from reprieve.preemption.deadline import NO_LIMIT_S, Grace, grace_period
 from reprieve.progress.report import LAUNCHER
 from reprieve.settings import KINDS, Settings
+from reprieve.storage.uri import shown
 
 log = logging.getLogger("reprieve")
 
 _WRITE_EVERY_S = 2.0
 _TELL_AFTER_S = 30.0
 """So long after it has imported torch a script that trains with us has said so."""
-_FOR_EVER_S = 7 * 86400
 
 
 @dataclass
@@ -59,6 +60,8 @@ class Launcher:
     _written: tuple[str, bool] = ("", False)
     _written_at: float = 0.0
     _torch_since: float | None = None
+    _announced: str | None = None
+    """The checkpoint that the attempt has resumed from, as it was printed."""
     _told_unprotected: bool = False
     _told_problem: bool = False
 
@@ -104,6 +107,7 @@ class Launcher:
         return ended.code
 
     def _attempt(self, signals: Signals, output: Log, *, first: bool) -> Outcome:
+        self._announced = None
         entry = ledger.Attempt(time.time())
         self._record.attempts.append(entry)
         self._change(record.STARTING)
@@ -118,10 +122,10 @@ class Launcher:
                 code = 127 if isinstance(error, FileNotFoundError) else 126
                 entry.end(time.time(), outcome.FAILED)
                 return Outcome(outcome.FAILED, code, f"{self.command.argv[0]} cannot be started: {error.strerror}")
-        if attempt.seen.torch and not attempt.seen.ranks:
+        if attempt.seen.torch and not attempt.seen.protected and ended.code == 0:
             self._tell_unprotected()
         self._note_progress(attempt)
-        result = outcome.outcome(ended)
+        result = outcome.outcome(replace(ended, next_start=self._next_start(ended, first=first)))
         offset = time.time() - time.monotonic()
         if result.code == 0 or any(one.get("saved") for one in attempt.seen.stopped):
             entry.kept_until = (attempt.seen.ended_at or time.monotonic()) + offset
@@ -133,7 +137,7 @@ class Launcher:
         if self.grace.certain and self.grace.period is not None:
             env[KINDS["grace"].env] = KINDS["grace"].write(self.grace.period)
         # torchrun's first 30 s; its second, after the first rank has ended, no rank lets begin (docs/run.md).
-        known = self.grace.period.total_seconds() if self.grace.period is not None else _FOR_EVER_S
+        known = self.grace.period.total_seconds() if self.grace.period is not None else NO_LIMIT_S
         env.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(known)))
         env.setdefault("PYTHONUNBUFFERED", "1")  # our pipe is not the terminal that it would flush lines to
         if self.settings.fresh and not first:
@@ -171,9 +175,9 @@ class Launcher:
 
     def _on_change(self, attempt: Attempt) -> None:
         seen = attempt.seen
-        if seen.torch and not seen.ranks:
+        if seen.torch and not seen.protected and not seen.undecided:
             self._torch_since = self._torch_since or time.monotonic()
-            if attempt.stop is not None or time.monotonic() - self._torch_since > _TELL_AFTER_S:
+            if time.monotonic() - self._torch_since > _TELL_AFTER_S:
                 self._tell_unprotected()
         if seen.ranks:
             self._warming.leave_off()
@@ -194,6 +198,10 @@ class Launcher:
         offset = time.time() - time.monotonic()
         if not seen.ranks:
             return
+        if seen.checkpoint is not None and seen.checkpoint != self._announced:
+            self._announced = seen.checkpoint
+            path = Path(seen.checkpoint)
+            say(f"resuming from {path.name} (step {seen.resumed}) in {shown(path.parent)}")
         mine.step, mine.done = seen.step, seen.done
         mine.checkpoints = seen.checkpoints or mine.checkpoints
         entry.from_step, entry.to_step = seen.resumed or 0, seen.step
@@ -214,6 +222,13 @@ class Launcher:
             say(
                 f"the run record cannot be written: {self._folder.problem}. `reprieve status` will not know of this run"
             )
+
+    def _next_start(self, ended: Ended, *, first: bool) -> NextStart | None:
+        if self._record.checkpoints is None or (ended.code == 0 and ended.stop is None):
+            return None
+        if self.settings.fresh and first and not ended.seen.ranks:
+            return None  # the old checkpoints may not be moved away yet
+        return find_next_start(self._record.checkpoints)
 
     def _tell_unprotected(self) -> None:
         if not self._told_unprotected:

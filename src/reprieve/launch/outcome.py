@@ -12,8 +12,9 @@ to start or crashed, and a script may exit with 0 in the middle of its training.
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from reprieve.launch.next_start import NextStart
 from reprieve.launch.reports import Seen
 
 FINISHED, PREEMPTED, PAUSED, FAILED, HUNG = "finished", "preempted", "paused", "failed", "hung"
@@ -21,6 +22,9 @@ FINISHED, PREEMPTED, PAUSED, FAILED, HUNG = "finished", "preempted", "paused", "
 STOPPED = 143
 NEEDS_A_PERSON = 42
 NOT_FINISHED = 1
+_SIGTERM_CODES = (-signal.SIGTERM, STOPPED, 256 - signal.SIGTERM)
+"""As its parent sees it; as a shell, or our own handler, exits; `sys.exit(-15)`, with which DeepSpeed's launcher passes
+the code of a rank on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +41,8 @@ class Ended:
     """It was still running at the deadline, or after it was found to hang."""
     hung_s: float | None = None
     """For how long no step was completed, where that was too long."""
+    next_start: NextStart | None = None
+    """What is on storage, where the launcher knows the folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,11 @@ class Outcome:
     """It failed in a way that another attempt may not."""
 
 
+def ended_by_sigterm(code: int) -> bool:
+    """Does the exit code of a process say that SIGTERM ended it?"""
+    return code in _SIGTERM_CODES
+
+
 def outcome(ended: Ended) -> Outcome:
     seen = ended.seen
     if ended.stop is not None:
@@ -62,6 +73,9 @@ def outcome(ended: Ended) -> Outcome:
         return Outcome(FAILED, NEEDS_A_PERSON, f"it needs a person: {seen.refused}")
     if ended.code == NEEDS_A_PERSON:
         return Outcome(FAILED, NEEDS_A_PERSON, "it needs a person: see what it said above")
+    if ended_by_sigterm(ended.code):
+        # Sent to the command, and not to the launcher.
+        return _stopped(replace(ended, stop="SIGTERM"))
     if ended.code == 0 and (seen.finished or not seen.ranks):
         step = f" after {seen.step} steps" if seen.ranks else ""
         return Outcome(FINISHED, 0, f"finished{step}")
@@ -77,26 +91,34 @@ def outcome(ended: Ended) -> Outcome:
 
 def _stopped(ended: Ended) -> Outcome:
     seen, state = ended.seen, PAUSED if ended.paused else PREEMPTED
+    words = f"stopped by {ended.stop}"
     if seen.finished:
-        # The signal came in the last moment: there is nothing to go on with. A second start says so and ends with 0.
-        words = f"stopped by {ended.stop} after training was finished, at step {seen.step}"
+        # There is nothing more to train, but the script may have more to do: evaluate, predict, save the model.
+        words += f" after training was finished, at step {seen.step}. The next start runs the rest of the script"
     elif any(one.get("saved") for one in seen.stopped):
-        words = f"stopped by {ended.stop}: saved at step {seen.step}. The next start goes on from there"
-    elif seen.stopped and seen.saved_step == seen.step:
-        words = (
-            f"stopped by {ended.stop} at step {seen.step}, which was saved already. The next start goes on from there"
-        )
-    elif seen.saved_step is not None:
-        words = f"stopped by {ended.stop}: NOT SAVED. The next start goes on from step {seen.saved_step}"
-    elif seen.ranks:
-        words = (
-            f"stopped by {ended.stop}: nothing new is saved. The next start goes on from the newest valid checkpoint"
-        )
+        words += f": saved at step {seen.step}. The next start resumes from there"
+    elif seen.step and seen.saved_step == seen.step:
+        words += f" at step {seen.step}, which was saved already. The next start resumes from there"
+    elif seen.step > (seen.saved_step or 0):
+        words += f": step {seen.step} is NOT SAVED. {_next_start(ended)}"
+    elif seen.protected or (ended.next_start is not None and ended.next_start.checkpoint is not None):
+        words += f" before it trained a step: there was nothing to save. {_next_start(ended)}"
     else:
-        words = f"stopped by {ended.stop}. Nothing in it was protected: the next start does what the script does"
+        words += (
+            ": no protected training had begun, and nothing was saved. Loops with reprieve.Run and Hugging Face "
+            "trainers are saved at a stop (docs/run.md)"
+        )
     if ended.killed:
         words += ". It did not end in time, and was killed"
     return Outcome(state, STOPPED, words)
+
+
+def _next_start(ended: Ended) -> str:
+    if ended.next_start is not None:
+        return str(ended.next_start)
+    if ended.seen.saved_step:
+        return f"The next start resumes from step {ended.seen.saved_step}"
+    return "The next start resumes from the newest valid checkpoint, or begins at step 0 if there is none"
 
 
 def _how_it_failed(ended: Ended) -> str:

@@ -130,14 +130,14 @@ class Child:
                 os.tcsetpgrp(0, os.getpgrp())
 
 
-def descendants() -> set[int]:
-    """Of this process, that have not ended (zombies have)."""
+def descendants(of: int | None = None) -> set[int]:
+    """Of this process, or of another, that have not ended (zombies have)."""
     parents: dict[int, int] = {}
     for entry in os.listdir("/proc"):  # noqa: PTH208 - names are enough, and there are thousands
         if entry.isdigit() and (stat := _stat(int(entry))) is not None and stat[0] not in "ZX":
             parents[int(entry)] = int(stat[1])
     ours: set[int] = set()
-    found = {os.getpid()}
+    found = {of or os.getpid()}
     while found:
         found = {pid for pid, parent in parents.items() if parent in found}
         ours |= found

@@ -79,8 +79,10 @@ class RankSeen:
     stopped: dict[str, Any] | None = None
     finished: bool = False
     refused: str | None = None
-    fingerprint: str | None = None
-    """In a drill: of the state that it went on from."""
+    fingerprints: dict[str, str] = field(default_factory=dict)
+    """In a drill: of each part of the state that the rank resumed from."""
+    fingerprint_s: float = 0.0
+    """How long these took."""
 
 
 @dataclass(slots=True)
@@ -91,31 +93,56 @@ class Seen:
     checkpoints: str | None = None
     resumed: int | None = None
     """The step that the attempt went on from; None: from the start, or not known yet."""
+    checkpoint: str | None = None
+    """The checkpoint of that step: its path."""
     torch: bool = False
     """Somebody has imported torch."""
+    undecided: bool = False
+    """The script imports a library that may protect its training, later."""
+    protected: bool = False
+    """The script has loaded what protects its training; or a rank has started."""
+    terminated: bool = False
+    """SIGTERM has ended a rank before the rank could handle it, or torchrun."""
+    crashed: set[int] = field(default_factory=set)
+    """The processes of ranks of which one has failed: torchrun ends the others with SIGTERM, and that is no stop."""
     saves: list[dict[str, Any]] = field(default_factory=list)
 
     def take(self, told: dict[str, Any]) -> None:
-        event, rank = told["event"], told.get("rank")
+        event = told["event"]
         if event == report.TORCH:
             self.torch = True
-            return
+            self.undecided = self.undecided or bool(told.get("undecided"))
+        elif event == report.PROTECTED:
+            self.protected = True
+        elif event == report.TERMINATED:
+            self.terminated = True
+        elif event == report.CRASHED:
+            self.crashed.update(told.get("pids", ()))
+        else:
+            self._take_from_rank(told)
+
+    def _take_from_rank(self, told: dict[str, Any]) -> None:
+        event, rank = told["event"], told.get("rank")
         if not isinstance(rank, int) or not _has(told, "pid", "at"):
             return
+        self.protected = True
         if event in (report.STEP, report.SAVED) and not _has(told, "step"):
             return
         if event == report.STARTED:
             self.ranks[rank] = RankSeen(int(told["pid"]), step=int(told.get("resumed") or 0))
             self.checkpoints = told.get("checkpoints", self.checkpoints)
             self.resumed = told.get("resumed")
+            self.checkpoint = told.get("checkpoint")
             self.ranks[rank].finished = bool(told.get("finished"))
-            self.ranks[rank].fingerprint = told.get("fingerprint")
         if event == report.STARTING:
             self.checkpoints = told.get("checkpoints", self.checkpoints)
         if (one := self.ranks.get(rank)) is None:
             one = self.ranks[rank] = RankSeen(int(told["pid"]))
         one.heard_at = float(told["at"])
-        if event == report.STEP:
+        if event == report.RESTORED and isinstance(told.get("fingerprints"), dict) and _has(told, "fingerprint_s"):
+            one.fingerprints |= told["fingerprints"]
+            one.fingerprint_s += float(told["fingerprint_s"])
+        elif event == report.STEP:
             if int(told["step"]) > one.step:
                 one.first_step_at = one.first_step_at or one.heard_at
             one.step, one.done = int(told["step"]), told.get("done", one.done)
@@ -124,7 +151,7 @@ class Seen:
             one.saved_step = int(told["step"])
             if rank == min(self.ranks):
                 self.saves.append(told)
-        elif event == report.STOPPING:
+        elif event == report.STOPPING and one.pid not in self.crashed:
             one.stopping, one.ended_at = str(told.get("reason", "")), one.heard_at
         elif event == report.STOPPED:
             one.stopped = told
@@ -168,6 +195,8 @@ class Seen:
     @property
     def stopping(self) -> str | None:
         """Why a rank stops, if one does."""
+        if self.terminated:
+            return "SIGTERM"
         return next((one.stopping for one in self.ranks.values() if one.stopping is not None), None)
 
     @property

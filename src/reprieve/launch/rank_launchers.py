@@ -1,0 +1,93 @@
+"""Hooks in the programs that start the ranks, torchrun and accelerate: only they know how a rank ended.
+
+    a rank is ended by SIGTERM  →  its parent reports that to `reprieve run` and ends the other ranks  →  a stop
+
+Without them a SIGTERM that reaches a rank before the rank handles it looks like a crash: torchrun exits with 1, or
+starts all ranks again in place (`--max-restarts`). The import hook (hooks.py) calls these functions in the processes of
+these programs.
+"""
+
+from __future__ import annotations
+
+import functools
+import signal
+import subprocess
+import sys
+import weakref
+from types import FrameType, TracebackType
+from typing import Any
+
+from reprieve.launch.outcome import STOPPED, ended_by_sigterm
+from reprieve.progress.report import CRASHED, TERMINATED, report_process
+
+_STOPS = (signal.SIGTERM, signal.SIGHUP)
+
+
+def watch_torchrun(module: Any) -> None:
+    """`module`: `torch.distributed.elastic.multiprocessing.api`, in the process of torchrun."""
+    if not (hasattr(module, "SubprocessContext") and hasattr(module, "_terminate_process_handler")):
+        return  # private names, as in torch 2.13: a torchrun without them must still start
+    context, handle = module.SubprocessContext, module._terminate_process_handler
+    close = context.close
+    closed: weakref.WeakSet[Any] = weakref.WeakSet()
+    is_stopping = False
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal is_stopping
+        is_stopping = True
+        report_process(TERMINATED)
+        handle(number, frame)  # raises
+
+    @functools.wraps(handle)
+    def handle_signal(number: int, frame: FrameType | None) -> None:
+        if number not in _STOPS:
+            handle(number, frame)
+        elif not is_stopping:  # the launcher sends one, too, and an exception would interrupt what the first began
+            stop(number, frame)
+
+    @functools.wraps(close)
+    def close_or_stop(self: Any, *args: Any, **kwargs: Any) -> None:
+        # torchrun closes the context after the first failure. Later failures may be its own SIGTERM to the other ranks.
+        is_first = self not in closed
+        closed.add(self)
+        if is_first and self._failures:
+            if any(ended_by_sigterm(failure.exitcode) for failure in self._failures.values()):
+                stop(signal.SIGTERM, None)
+            report_process(CRASHED, pids=list(self.pids().values()))
+        close(self, *args, **kwargs)
+
+    context.close = close_or_stop
+    module._terminate_process_handler = handle_signal
+    _hide_traceback_of_stop(module.SignalException)
+
+
+def watch_accelerate(module: Any) -> None:
+    """`module`: `accelerate.commands.launch`, which starts a single rank without torchrun."""
+    if not hasattr(module, "simple_launcher"):
+        return
+    launch = module.simple_launcher
+
+    @functools.wraps(launch)
+    def simple_launcher(args: Any) -> None:
+        is_quiet, args.quiet = args.quiet, False  # a quiet one raises nothing, and hides the exit code
+        try:
+            launch(args)
+        except subprocess.CalledProcessError as error:
+            if ended_by_sigterm(error.returncode):
+                sys.exit(STOPPED)
+            if is_quiet:
+                sys.exit(1)
+            raise
+
+    module.simple_launcher = simple_launcher
+
+
+def _hide_traceback_of_stop(signal_exception: type[Exception]) -> None:
+    """torchrun ends a stop with an uncaught exception. Its traceback would hide the line that says what is saved."""
+    show = sys.excepthook
+
+    def show_others(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
+        if not (isinstance(error, signal_exception) and getattr(error, "sigval", None) in _STOPS):
+            show(kind, error, at)
+
+    sys.excepthook = show_others
