@@ -104,7 +104,11 @@ def texts(job: HfJob, seed: int, count: int | None = None, *, stream: bool | Non
         lengths.fill_(LENGTH // 2 - 1)
     words = [torch.randint(3, VOCABULARY, (int(length),), generator=random).tolist() for length in lengths]
     data = datasets.Dataset.from_dict({"text": [" ".join(f"w{one}" for one in text) for text in words]})
-    return data.to_iterable_dataset(num_shards=12) if (job.stream if stream is None else stream) else data
+    if not (job.stream if stream is None else stream):
+        return data
+    if job.shuffled is not None:
+        return data.to_iterable_dataset(num_shards=job.shuffled).shuffle(seed=5, buffer_size=20)
+    return data.to_iterable_dataset(num_shards=12)
 
 
 def encoded(sample: dict[str, Any]) -> dict[str, Any]:

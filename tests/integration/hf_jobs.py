@@ -28,7 +28,7 @@ from .hf_trainers import MAKERS
 PRELOAD = ("transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "accelerate", "deepspeed")
 """Accelerate imports DeepSpeed where it is installed, for any trainer."""
 PRELOAD_TRL = (*PRELOAD, "trl.trainer.sft_trainer", "peft")
-_TIMES = ("runtime", "per_second", "preparation_time", "step_time")
+TIMES = ("runtime", "per_second", "preparation_time", "step_time")
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,8 @@ class HfJob:
     """One of `MAKERS`."""
     model: str = "gpt2"
     stream: bool = False
+    shuffled: int | None = None
+    """The stream, of `datasets`, through a buffer: in so many shards."""
     masking: bool = True
     """Of what is fetched, at random."""
     workers: int = 0
@@ -245,4 +247,4 @@ def seen(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _without_times(entry: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in entry.items() if not any(one in name for one in _TIMES)}
+    return {name: value for name, value in entry.items() if not any(one in name for one in TIMES)}

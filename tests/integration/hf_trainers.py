@@ -140,6 +140,20 @@ def _lora_trainer(job: HfJob, arguments: dict[str, Any], targets: Any = "all-lin
     return _sft_trainer(job, arguments, peft_config=LoraConfig(r=4, lora_dropout=0.1, target_modules=targets))
 
 
+def _adapters_trainer(job: HfJob, arguments: dict[str, Any], active: tuple[str, ...]) -> Any:
+    """Two adapters in one model, of which these are trained."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    model = get_peft_model(_language_model(job), config)
+    model.add_adapter("second", LoraConfig(r=2, target_modules=["o_proj"], task_type="CAUSAL_LM"))
+    model.base_model.set_adapter(list(active))
+    return WatchedTrainer(
+        model=model, args=TrainingArguments(**arguments), train_dataset=Tokens(job.samples, 7),
+        eval_dataset=Tokens(12, 8),
+    )  # fmt: skip
+
+
 def _dpo_trainer(job: HfJob, arguments: dict[str, Any]) -> Any:
     from trl import DPOConfig, DPOTrainer
 
@@ -205,6 +219,8 @@ MAKERS = {
     "trainer": _plain_trainer, "mlm": _mlm_trainer, "seq2seq": _seq2seq_trainer, "packed": _sft_trainer,
     "lora": _lora_trainer, "dpo": _dpo_trainer, "reward": _reward_trainer, "grpo": _grpo_trainer,
     "lora_q": partial(_lora_trainer, targets=["q_proj"]), "lora_o": partial(_lora_trainer, targets=["o_proj"]),
+    "first_adapter": partial(_adapters_trainer, active=("default",)),
+    "both_adapters": partial(_adapters_trainer, active=("default", "second")),
     "lora_qo": partial(_lora_trainer, targets=["q_proj", "o_proj"]),
 }  # fmt: skip
 WITHOUT_TRL = ("trainer", "mlm", "seq2seq")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -12,10 +13,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from reprieve.launch.process import descendants
+
 HERE = Path(__file__).parent
 JOB = str(HERE / "launch_job.py")
 REPRIEVE = [sys.executable, "-m", "reprieve"]
 LIMIT_S = 120
+_launched: list[subprocess.Popen[str]] = []
 
 
 class Lab:
@@ -107,6 +111,7 @@ class Launched:
         self._began = time.monotonic()
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": lab.env, "cwd": lab.folder, **popen}
         self.process = subprocess.Popen(list(words), text=True, start_new_session=True, **options)
+        _launched.append(self.process)
 
     @property
     def pid(self) -> int:
@@ -132,6 +137,17 @@ def until(true: Callable[[], object], launched: Launched | None = None, limit_s:
             raise AssertionError(f"it has ended\n{launched.wait()}")
         assert time.monotonic() < end, "it does not come to that"
         time.sleep(0.02)
+
+
+def end_what_still_runs() -> None:
+    """Kill every command that a test has started and not waited for, with all its descendants."""
+    while _launched:
+        process = _launched.pop()
+        if process.poll() is None:
+            for pid in descendants(process.pid) | {process.pid}:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.communicate()
 
 
 def alive(pid: int) -> bool:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 import reprieve
+from reprieve.checkpoint import commit
+from reprieve.checkpoint.manifest import read_manifest
 from reprieve.storage.disk import Disk
 
 from ..powercut.kernel import mount
@@ -70,9 +72,23 @@ class FailsAt(Disk):
     def __init__(self, code: int) -> None:
         self.code = code
         self.left: int | None = None
+        self.cannot_exchange = False
+
+    def exchange(self, first: Path, second: Path) -> bool:
+        return not self.cannot_exchange and super().exchange(first, second)
 
     def __getattribute__(self, name: str) -> Any:
-        if name in ("make_folder", "create", "write", "truncate", "flush", "flush_folder", "rename", "remove"):
+        if name in (
+            "make_folder",
+            "create",
+            "write",
+            "truncate",
+            "flush",
+            "flush_folder",
+            "rename",
+            "exchange",
+            "remove",
+        ):
             if self.left == 0:
                 raise OSError(self.code, os.strerror(self.code))
             if self.left is not None:
@@ -105,6 +121,26 @@ def test_an_error_at_any_change_to_the_disk(code: int, tmp_path: Path) -> None:
             step = check_visible(root, 1)
     assert failures > 10
     assert check_promise(root, step) == step
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_an_error_at_any_change_to_the_disk_when_a_checkpoint_is_replaced(exchange: bool, tmp_path: Path) -> None:
+    root, job, disk = tmp_path / "checkpoints", Job(), FailsAt(errno.EIO)
+    disk.cannot_exchange = not exchange
+    with job.at(1).checkpointer(root, disk=disk) as checkpointer:
+        checkpointer.save(1, metrics={"save": 1})
+        for at in range(100):
+            disk.left = at
+            try:
+                checkpointer.save(1, metrics={"save": 2}, replace=True)
+                break
+            except reprieve.StorageError:
+                disk.left = None
+                if not exchange:
+                    commit.clean_up(disk, root)  # as the next start does
+                assert check_visible(root, 1) == 1
+        assert read_manifest(root / "checkpoint-1").metrics == {"save": 2}
+    assert check_promise(root, 1) == 1
 
 
 @needs_root

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from .launch_kit import Lab, until
+from .launch_kit import HERE, Lab, until
 
 WIDTH = 400_000
 """About 30 MB of state."""
@@ -73,6 +74,65 @@ def test_a_job_that_cannot_be_rehearsed(lab: Lab) -> None:
     assert "before it had trained 3 steps" in told.err
     assert lab.reprieve("drill", "trian", code=127)
     assert "--steps" in lab.reprieve("drill", "--steps", "0", "true", code=2).err
+
+
+TRL = [sys.executable, str(HERE / "hf_scripts" / "with_trl.py")]
+ON_TWO_RANKS = [
+    *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"),
+    *(str(HERE / "hf_scripts" / "with_hf_argument_parser.py"), "--output_dir", "runs/out", "--max_steps", "150"),
+    *("--per_device_train_batch_size", "4", "--report_to", "none", "--use_cpu", "True"),
+]
+
+
+@pytest.fixture
+def hf_lab(lab: Lab) -> Lab:
+    lab.env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return lab
+
+
+def test_an_unmodified_script_survives_and_leaves_no_folder(hf_lab: Lab) -> None:
+    before = sorted(hf_lab.folder.iterdir())
+    command = ["drill", "--grace", "60s", "--json", "--checkpoints", "runs/out", *ON_TWO_RANKS]
+    report = json.loads(hf_lab.reprieve(*command).out)
+    assert report["survives"] is True
+    assert report["equal"] is True
+    assert {"model", "optimizer", "random numbers", "data position", "data order"} <= set(report["compared"])
+    assert report["ranks"] == 2
+    assert report["advice"] == []
+    assert sorted(hf_lab.folder.iterdir()) == before
+
+
+def test_what_is_in_the_output_folder_stays_as_it_is(hf_lab: Lab) -> None:
+    """TRL writes a model card with every save, over the one that is there."""
+    out = hf_lab.folder / "out"
+    out.mkdir()
+    (out / "README.md").write_text("mine")
+    before = _files(out)
+    report = json.loads(hf_lab.reprieve("drill", "--grace", "60s", "--json", *TRL).out)
+    assert report["equal"] is True
+    assert _files(out) == before
+    assert (out / "README.md").read_text() == "mine"
+
+
+def test_data_in_another_order_is_noticed(hf_lab: Lab) -> None:
+    script = hf_lab.folder / "unseeded.py"
+    script.write_text(
+        "import random, torch\n"
+        "from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments\n"
+        "torch.manual_seed(0)\n"
+        "ids = torch.randint(0, 90, (400, 16))\n"
+        "data = [{'input_ids': one, 'labels': one} for one in ids]\n"
+        "random.shuffle(data)\n"
+        "model = GPT2LMHeadModel(GPT2Config(vocab_size=90, n_positions=16, n_embd=32, n_layer=1, n_head=2))\n"
+        "arguments = TrainingArguments('out', max_steps=10_000, report_to=[], use_cpu=True)\n"
+        "Trainer(model, arguments, train_dataset=data).train()\n"
+    )
+    command = ["drill", "--grace", "60s", "--checkpoints", "out", sys.executable, str(script)]
+    shown = hf_lab.reprieve(*command, code=1)
+    assert "the state after the restart is not the one that was saved: data order (rank 0)" in shown.out, str(shown)
+    assert "STATE NOT EQUAL" in shown.out
+    assert "to change: shuffle and sample the data with a fixed seed" in shown.out
+    assert "a grace period of" not in shown.out, "time is not the problem"
 
 
 def _files(folder: Path) -> dict[str, tuple[int, int]]:

@@ -8,17 +8,28 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from reprieve.errors import ConfigError
+from reprieve.frameworks.transformers.starting import check
+
 from .hf_jobs import HfJob, seen
-from .hf_kit import attempt, checkpoints, goes_on, refused, stopped, undisturbed
+from .hf_kit import attempt, checkpoints, ends, goes_on, refused, stopped, undisturbed
 from .stop_scenario_jobs import told
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> HfJob:
     return HfJob(str(tmp_path / "job"))
+
+
+def test_ranks_of_which_the_trainer_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU and without use_cpu=True, transformers trains in each of torchrun's processes alone."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"2 processes were started.*use_cpu=True"):
+        check(SimpleNamespace(args=SimpleNamespace(world_size=1)))
 
 
 def test_checkpoints_of_another_shape(job: HfJob) -> None:
@@ -81,6 +92,17 @@ def test_a_folder_that_was_renamed(job: HfJob) -> None:
 def test_fewer_steps_than_were_done(job: HfJob) -> None:
     stopped(job, *told(12))
     refused(job.but(max_steps=10), "the checkpoint is of step 12, and there are 10 steps to train")
+
+
+def test_already_finished_is_logged_only_where_it_is_true(job: HfJob) -> None:
+    """Not before a refusal, since fewer steps are requested now; not where more are, and training resumes."""
+    finished = "already finished after"
+    assert finished not in ends(job.but(max_steps=6))
+    assert f"{finished} 6 steps: nothing to train" in ends(job.but(max_steps=6))
+    fewer = attempt(job.but(max_steps=4))[0]
+    assert fewer.error is not None and fewer.error.type == "StateMismatch", str(fewer)
+    assert finished not in fewer.output
+    assert finished not in ends(job.but(max_steps=8))
 
 
 def test_another_batch_size(job: HfJob) -> None:
@@ -152,6 +174,14 @@ def test_what_is_refused_when_it_resumes_ends_with_42(tmp_path: Path) -> None:
     assert "it needs a person: NothingToResume:" in ended.stderr
 
 
+@pytest.mark.parametrize("launcher", [_PYTHON, _TORCHRUN], ids=["python", "torchrun"])
+def test_a_starting_point_that_does_not_exist_ends_with_42(tmp_path: Path, launcher: tuple[str, ...]) -> None:
+    """Although the launcher may restart it three times."""
+    ended = _script(tmp_path, *launcher, RESUME="base/checkpoint-7")
+    assert ended.returncode == 42, ended.stderr
+    assert f"it needs a person: ConfigError: resume_from_checkpoint='{tmp_path}/base/checkpoint-7'" in ended.stderr
+
+
 _SCRIPT = """
 import os, torch
 from transformers import BertConfig, BertForMaskedLM, Trainer, TrainingArguments
@@ -162,7 +192,7 @@ args = TrainingArguments(
     "out", save_only_model="ONLY_MODEL" in os.environ, use_cpu=True, report_to=[], max_steps=2, disable_tqdm=True,
 )
 data = [{"input_ids": torch.ones(3, dtype=torch.long), "labels": torch.ones(3, dtype=torch.long)}] * 32
-Trainer(model=BertForMaskedLM(small), args=args, train_dataset=data).train()
+Trainer(model=BertForMaskedLM(small), args=args, train_dataset=data).train(os.environ.get("RESUME"))
 """
 
 
@@ -189,8 +219,32 @@ def test_a_starting_point(job: HfJob, tmp_path: Path) -> None:
     output = attempt(given)[0].output
     assert "the run began at" in output
     assert seen(job.folder)["end-0.json"]["steps"] == 30
-    refused(replace(job, given=str(job.output.parent / "elsewhere")), "of a run that did not")
+    shutil.copytree(tmp_path / "base", tmp_path / "elsewhere")
+    refused(replace(job, given=str(tmp_path / "elsewhere")), "of a run that did not")
+    refused(replace(job, given=str(tmp_path / "nowhere")), "there is no such folder")
 
 
-def test_resume_where_nothing_is(job: HfJob) -> None:
-    assert goes_on(replace(job, given=True)) == undisturbed(job)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_starting_points_that_cannot_be_resumed_from(job: HfJob, tmp_path: Path, ranks: int) -> None:
+    base = tmp_path / "base"
+    trained = base / "checkpoint-2"
+
+    def refused_with(path: Path, *words: str) -> None:
+        refused(replace(job, given=str(path)), f"resume_from_checkpoint='{path}'", *words, ranks=ranks)
+
+    refused_with(trained, "there is no such folder. Leave it out")
+    goes_on(job.but(max_steps=2, output_dir=str(base)), ranks)
+    refused_with(base / "checkpoint-1", f"there is no such folder. Give {trained}")
+    (tmp_path / "empty").mkdir()
+    refused_with(tmp_path / "empty", "the folder is empty")
+    refused_with(base, f"no trainer_state.json. Give {trained}")
+    refused_with(trained / "model.safetensors", "not a folder")
+    (trained / "optimizer.pt").unlink()
+    refused_with(trained, "optimizer.pt is missing")
+    assert not list(job.output.glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("given", [True, "True", "false", ""])
+def test_resume_where_nothing_is(job: HfJob, given: bool | str) -> None:
+    short = job.but(max_steps=3)
+    assert goes_on(replace(short, given=given)) == undisturbed(short)

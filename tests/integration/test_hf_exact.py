@@ -104,6 +104,14 @@ def test_other_trainers(tmp_path: Path, trainer: str, at: tuple[str, int]) -> No
     assert goes_on(job) == undisturbed(job)
 
 
+@pytest.mark.parametrize("trainer", ["first_adapter", "both_adapters"])
+def test_several_adapters(tmp_path: Path, trainer: str) -> None:
+    """Stock loads only what lies beside the first, and goes on with one of them."""
+    job = HfJob(str(tmp_path / "job"), trainer=trainer, model="llama")
+    stopped(job, *told(5))
+    assert goes_on(job) == undisturbed(job)
+
+
 @pytest.mark.parametrize("nth", [3, 4, 6])
 def test_grpo_between_its_generations(tmp_path: Path, nth: int) -> None:
     """Four steps are trained on what was generated at once."""

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from reprieve.testing import pause
 
 from .hf_jobs import Asking, HfJob, seen
-from .hf_kit import attempt, checkpoints, goes_on, stopped, undisturbed
+from .hf_kit import attempt, checkpoints, goes_on, stopped, undisturbed, valid
 from .hf_saving_jobs import Looking
 from .stop_scenario_jobs import told
 
@@ -151,6 +152,53 @@ def test_checkpoints_by_our_own_schedule(job: HfJob) -> None:
     job = replace(job.but(save_strategy="no"), options=(("every", 7), ("keep", 2)))
     goes_on(job)
     assert checkpoints(job) == ["checkpoint-28", "checkpoint-30"]
+
+
+def test_our_schedule_removes_nothing_that_the_script_asked_for(job: HfJob) -> None:
+    """save_steps without save_total_limit: stock would keep those. `keep` is 3 by default, for ours and those of stops;
+    the process that removes is not the one that saved."""
+    job = job.but(save_strategy="steps", save_steps=10)
+    stopped(job, *told(12))
+    scheduled = replace(job, options=(("every", 4),))
+    stopped(scheduled, *told(11))
+    goes_on(scheduled)
+    assert sorted(valid(job)) == [10, 20, 23, 24, 28, 30]
+
+
+def test_our_schedule_with_a_limit_of_the_script(job: HfJob) -> None:
+    goes_on(replace(job.but(save_strategy="steps", save_steps=10, save_total_limit=2), options=(("every", 4),)))
+    assert valid(job) == [30, 28]
+
+
+def test_the_best_counts_towards_the_limit_of_the_script(job: HfJob) -> None:
+    job = job.but(**{**BEST, "save_total_limit": 2}, save_strategy="steps", save_steps=5, eval_strategy="steps")
+    job = job.but(eval_steps=5, learning_rate=0.3)  # the first is the best
+    goes_on(job)
+    best = int(seen(job.folder)["end-0.json"]["best"].rpartition("-")[2])
+    assert best < 25
+    assert valid(job) == [30, best]
+
+
+def test_what_a_callback_remembers_as_an_argument(job: HfJob) -> None:
+    job = replace(job, callbacks=(Remembering(),))
+    stopped(job, *told(9))
+    assert goes_on(job) == undisturbed(job)
+
+
+class Remembering(TrainerCallback, ExportableState):
+    """Is made with what it remembers, as averages of weights are, and logs it."""
+
+    def __init__(self, total: float = 0.0) -> None:
+        self.total = total
+
+    def on_step_end(self, args: Any, state: Any, *more: Any, **kwargs: Any) -> None:
+        self.total = self.total * 0.9 + state.global_step
+
+    def on_log(self, args: Any, state: Any, *more: Any, **kwargs: Any) -> None:
+        state.log_history[-1]["total"] = self.total
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {"total": self.total}, "attributes": {}}
 
 
 def test_what_others_removed_of_a_limit(job: HfJob) -> None:

@@ -18,7 +18,9 @@ from typing import Any
 import pytest
 import torch.distributed.run as torchrun
 
-from .launch_kit import JOB, LIMIT_S, REPRIEVE, Lab, alive, processes_with, until
+from reprieve.launch.process import descendants
+
+from .launch_kit import JOB, LIMIT_S, REPRIEVE, Lab, Launched, alive, processes_with, until
 
 STEPS = 40
 
@@ -64,12 +66,17 @@ def test_stopped_and_started_again(lab: Lab, way: str, undisturbed: Callable[[in
     assert ended.code == 143, str(ended)
     stopped_at = lab.steps()
     assert f"saved at step {stopped_at}" in lab.last_words() and lab.last_words() in ended.err, str(ended)
+    assert ended.err.endswith(f"reprieve: {lab.last_words()}\n"), "the line that matters is the last"
+    assert ended.err.count("reprieve: saved step") == ended.err.count("saved step") == 1, "once, not once a rank"
+    assert "Traceback" not in ended.err, str(ended)
     one = lab.only_run()
     assert (one["state"], one["step"], one["checkpoint_step"]) == ("preempted", stopped_at, stopped_at)
     assert not processes_with(str(lab.job))
 
     ended = lab.run(words)
     assert ended.code == 0, str(ended)
+    resumed = f"reprieve: resuming from checkpoint-{stopped_at} (step {stopped_at}) in job/checkpoints\n"
+    assert ended.err.count(resumed) == ended.err.count("resum") == 1, str(ended)
     one = lab.only_run()
     assert (one["state"], one["step"], one["done"], one["attempts"]) == ("finished", STEPS, 1.0, 2)
     assert one["time"]["wall"] == pytest.approx(one["time"]["trained"] + sum(one["time"]["lost"].values()))
@@ -136,17 +143,11 @@ def test_as_the_first_process_of_a_namespace(lab: Lab) -> None:
     """Its job starts a process that starts a process: no zombie, no orphan, the right code."""
     if os.geteuid() != 0:
         pytest.skip("a PID namespace needs root")
-    inside = [*REPRIEVE, "run", *lab.python(steps=400, step_s=0.05, children=True)]
-    launched = subprocess.Popen(
-        ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", *inside],
-        env=lab.env, cwd=lab.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-    until(lambda: lab.steps() >= 3)
-    [first] = [
-        pid for pid in processes_with(str(lab.job)) if "reprieve" in _words(pid) and "unshare" not in _words(pid)
-    ]
-    namespace = os.readlink(f"/proc/{first}/ns/pid")
-    ours = [pid for pid in processes_with(str(lab.job)) if os.readlink(f"/proc/{pid}/ns/pid") == namespace]
+    job = lab.python(steps=400, step_s=0.05, children=True)
+    launched = Launched(lab, ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", *REPRIEVE, "run", *job])
+    until(lambda: lab.steps() >= 3, launched)
+    ours = descendants(launched.pid)
+    [first] = [pid for pid in ours if _stat(pid)[1] == str(launched.pid)]
     assert len(ours) >= 3  # the launcher, the job, and what it has left behind
     zombies = [
         entry.name for entry in Path("/proc").iterdir()
@@ -154,9 +155,9 @@ def test_as_the_first_process_of_a_namespace(lab: Lab) -> None:
     ]  # fmt: skip
     assert not zombies
     os.kill(first, signal.SIGTERM)
-    output, _ = launched.communicate(timeout=LIMIT_S)
-    assert launched.returncode == 143, output
-    assert f"saved at step {lab.steps()}" in output
+    ended = launched.wait()
+    assert ended.code == 143, str(ended)
+    assert f"saved at step {lab.steps()}" in ended.err
     assert not [pid for pid in ours if alive(pid)]
 
 
@@ -208,10 +209,6 @@ def test_what_was_said_arrives_in_the_script(lab: Lab) -> None:
     assert ended.code == 0, str(ended)
     assert json.loads(ended.out) == [str(lab.folder / "my checkpoints"), 7, 2, "mine"]
     assert lab.only_run()["name"] == "mine"
-
-
-def _words(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
 
 
 def _stat(pid: int) -> list[str]:

@@ -26,8 +26,6 @@ def test_a_kill_before_any_change_to_the_disk_loses_nothing(half: int, tmp_path:
     assert all(os.WTERMSIG(result["status"]) == signal.SIGKILL for result in killed)
     assert last["status"] == 0 and last["newest"] == 4, "the last child is not killed and finishes"
     assert len(killed) > 40
-    verbs = {"create", "write", "flush", "flush_folder", "rename", "remove"}
-    if half == 1:
-        verbs.add("remove_folder")  # only retention removes those
+    verbs = {"create", "write", "flush", "flush_folder", "rename", "exchange", "remove", "remove_folder"}
     assert verbs <= {result["before"] for result in killed}
     assert {result["returned"] for result in killed} == {0, 1, 2, 3, 4}

@@ -66,7 +66,7 @@ def test_no_step_since_the_last_checkpoint(job: Job) -> None:
     _stop_at(job, 4, train, step=4)
     stopped = attempt(job, *told(1, "after apply"))
     assert stopped.exit_code == 143, str(stopped)
-    assert "nothing to save at step 4" in stopped.output
+    assert "step 4 is saved already" in stopped.output
     assert "saved step" not in stopped.output
     assert checkpoints(job) == [4]
     _goes_on(job, train)

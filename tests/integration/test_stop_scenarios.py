@@ -189,7 +189,7 @@ def test_a_signal_while_other_ranks_are_not_there_yet(job: Job) -> None:
     job = replace(job, kind="ddp")
     results = run_ranks(2, train, job, faults=[pause(1, "set-up", 1.5), terminate(0, "before own")])
     for result in results:
-        _stopped(result, "told to stop", "no step since the last checkpoint")
+        _stopped(result, "told to stop", "nothing to save")
     assert checkpoints(job) == []
     results = run_ranks(2, train, job)
     assert all(result.ok for result in results), str(results[0])

@@ -56,6 +56,12 @@ class Recording(Disk):
         super().rename(source, target)
         self.log.append(("rename", source, target))
 
+    def exchange(self, first: Path, second: Path) -> bool:
+        done = super().exchange(first, second)
+        if done:
+            self.log.append(("exchange", first, second))
+        return done
+
     def remove(self, path: Path) -> None:
         super().remove(path)
         self.log.append(("remove", path))
@@ -141,6 +147,16 @@ class _Model:
             new.entries[target.name] = node
 
         self._change(apply, old, new)
+
+    def _exchange(self, first: Path, second: Path) -> None:
+        assert first.parent == second.parent
+        folder = self.live[first.parent]
+        moved = {path: self.live.pop(path) for path in list(self.live) if {first, second} & {path, *path.parents}}
+        for path, node in moved.items():
+            old, new = (first, second) if first in (path, *path.parents) else (second, first)
+            self.live[new / path.relative_to(old)] = node
+        names = {first.name: self.live[first], second.name: self.live[second]}
+        self._change(lambda: folder.entries.update(names), folder)  # one step
 
     def _remove(self, path: Path) -> None:
         parent, node = self.live[path.parent], self.live.pop(path)

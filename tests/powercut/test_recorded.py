@@ -29,6 +29,7 @@ def test_no_crash_between_two_writes_breaks_the_promise() -> None:
             job.at(step)
             checkpointer.save(step)
             recorder.mark(f"saved {step}")
+        checkpointer.save(step, replace=True)
         checkpointer.wait()
         recorder.mark("retired")
         checkpointer.close()

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from reprieve.checkpoint import names, owner
+from reprieve.checkpoint import commit, names, owner
 from reprieve.checkpoint.layout import bytes_layout
+from reprieve.checkpoint.manifest import read_manifest
 from reprieve.checkpoint.survey import survey
+from reprieve.storage.disk import Disk
 
 from .promise import Job, check_visible
 from .strict import Op, Recording, build, crash_states
@@ -118,6 +120,37 @@ def a_resume_that_finds_the_newest_damaged(root: Path, disk: Recording) -> Check
     return check
 
 
+def a_save_that_replaces_a_valid_one(root: Path, disk: Recording) -> Check:
+    checkpointer = Job().at(1).checkpointer(root, disk=disk)
+    disk.mark("started")
+    checkpointer.save(1, metrics={"save": 1})
+    disk.mark("saved 1")
+    checkpointer.save(1, metrics={"save": 2}, replace=True)
+    disk.mark("replaced 1")
+
+    def check(top: Path, marks: list[str]) -> None:
+        here = top / "checkpoints"
+        check_attempt(here, marks)
+        check_visible(here, 1 if "saved 1" in marks else 0)
+        if "replaced 1" in marks:
+            assert read_manifest(here / "checkpoint-1").metrics == {"save": 2}
+
+    return check
+
+
+def the_same_where_names_cannot_be_exchanged(root: Path, disk: Recording) -> Check:
+    """Then the next start may have to give the old one its name back."""
+    disk.exchange = lambda first, second: False  # type: ignore[method-assign]
+    check = a_save_that_replaces_a_valid_one(root, disk)
+
+    def start_and_check(top: Path, marks: list[str]) -> None:
+        if (top / "checkpoints").is_dir():
+            commit.clean_up(Disk(), top / "checkpoints")
+        check(top, marks)
+
+    return start_and_check
+
+
 def check_attempt(root: Path, marks: list[str]) -> None:
     """A start that is forgotten cannot fence anybody."""
     if "started" in marks:
@@ -130,6 +163,8 @@ SCENARIOS = [
     a_save_with_files_in_sub_folders,
     a_second_attempt_that_starts_over,
     a_resume_that_finds_the_newest_damaged,
+    a_save_that_replaces_a_valid_one,
+    the_same_where_names_cannot_be_exchanged,
 ]
 
 

@@ -173,6 +173,10 @@ class FailingDisk(Disk):
         self._count("rename", target)
         super().rename(source, target)
 
+    def exchange(self, first: Path, second: Path) -> bool:
+        self._count("exchange", second)
+        return super().exchange(first, second)
+
     def remove(self, path: Path) -> None:
         self._count("remove", path)
         super().remove(path)

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,16 @@ from data_kit import Augmented, Plain, RandomCollator, bare, same, through
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from reprieve.data import worker_signals
 from reprieve.data.source import DataSource
+
+
+@pytest.fixture
+def shielded() -> Iterator[None]:
+    signals = [signal.SIGTERM, signal.SIGUSR1]
+    worker_signals.shield(signals)
+    yield
+    worker_signals.unshield(signals)
 
 
 class Telling(Plain):
@@ -31,16 +42,66 @@ class Stuck(Plain):
         time.sleep(60)
 
 
-def test_workers_survive_what_stops_a_run() -> None:
-    source = DataSource(DataLoader(Telling(), batch_size=1, num_workers=2), ignore=[signal.SIGTERM, signal.SIGUSR1])
-    one = source.start()
-    pids = {int(next(one)), int(next(one))}
-    assert len(pids) == 2
-    for pid in pids:
-        os.kill(pid, signal.SIGTERM)
-        os.kill(pid, signal.SIGUSR1)
-    assert {int(batch) for batch in one} == pids
-    assert one.exhausted
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
+@pytest.mark.parametrize(
+    ("kind", "context", "persistent"),
+    [
+        ("ours", "fork", False),
+        ("the script's", "fork", True),
+        ("the script's", "spawn", False),
+        ("the script's", "forkserver", True),
+        ("torchdata's", "fork", False),
+        ("torchdata's", "forkserver", False),
+    ],
+)
+def test_workers_of_any_loader_survive_what_stops_a_run(kind: str, context: str, persistent: bool) -> None:
+    """Signalled before they are ready, too: spawned ones take a second to import torch."""
+    if kind == "torchdata's":
+        from torchdata.stateful_dataloader import StatefulDataLoader as Loader
+    else:
+        Loader = DataLoader
+    signals = [signal.SIGTERM, signal.SIGUSR1]
+    worker_signals.shield(signals)
+    try:
+        loader = Loader(
+            Telling(), batch_size=1, num_workers=2, multiprocessing_context=context, persistent_workers=persistent
+        )
+        source = DataSource(loader)
+        batches = source.start() if kind == "ours" else iter(loader)
+        if kind != "ours":
+            workers = batches._workers
+            for worker in workers:
+                _signal(worker.pid, signals)
+        pids = {int(next(batches)), int(next(batches))}
+        assert len(pids) == 2
+        for pid in pids:
+            _signal(pid, signals)
+        assert {int(batch) for batch in batches} == pids
+    finally:
+        worker_signals.unshield(signals)
+        source.end_workers()
+
+
+def _signal(pid: int, signals: list[signal.Signals]) -> None:
+    for number in signals:
+        os.kill(pid, number)
+
+
+def test_workers_are_as_always_where_no_run_is_protected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_signals, "_signals", Counter())  # of other tests in this process
+    batches = iter(DataLoader(Telling(), batch_size=1, num_workers=1))
+    os.kill(int(next(batches)), signal.SIGTERM)
+    with pytest.raises((RuntimeError, ConnectionError)):
+        list(batches)
+
+
+def test_other_processes_of_a_fork_server_can_be_terminated(shielded: None) -> None:
+    list(DataLoader(Plain(), num_workers=1, multiprocessing_context="forkserver"))
+    process = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(60,))
+    process.start()
+    process.terminate()
+    process.join(20)
+    assert process.exitcode == -signal.SIGTERM
 
 
 def test_workers_survive_it_while_they_start() -> None:
@@ -49,7 +110,9 @@ def test_workers_survive_it_while_they_start() -> None:
         import os, signal, sys, threading, time
         from torch.utils.data import DataLoader
         from test_data_workers import Telling
+        from reprieve.data import worker_signals
         from reprieve.data.source import DataSource
+        worker_signals.shield([signal.SIGTERM])
         signal.signal(signal.SIGTERM, lambda *_: None)
         over = threading.Event()
         def shower():
@@ -57,7 +120,7 @@ def test_workers_survive_it_while_they_start() -> None:
                 os.killpg(0, signal.SIGTERM)
                 time.sleep(0.001)
         threading.Thread(target=shower, daemon=True).start()
-        source = DataSource(DataLoader(Telling(), batch_size=1, num_workers=2), ignore=[signal.SIGTERM])
+        source = DataSource(DataLoader(Telling(), batch_size=1, num_workers=2))
         assert len(list(source.start())) == 23
         over.set()
         print("done")
@@ -66,9 +129,9 @@ def test_workers_survive_it_while_they_start() -> None:
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_stuck_workers_are_ended(persistent: bool) -> None:
+def test_stuck_workers_are_ended(persistent: bool, shielded: None) -> None:
     loader = DataLoader(Stuck(), num_workers=2, persistent_workers=persistent, timeout=0.2)
-    source = DataSource(loader, ignore=[signal.SIGTERM])
+    source = DataSource(loader)
     one = source.start()
     with pytest.raises(RuntimeError, match="timed out"):
         next(one)
@@ -80,8 +143,8 @@ def test_stuck_workers_are_ended(persistent: bool) -> None:
     assert [worker.exitcode for worker in workers] == [-signal.SIGKILL, -signal.SIGKILL]
 
 
-def test_idle_workers_end_when_asked() -> None:
-    source = DataSource(DataLoader(Plain(), num_workers=2, persistent_workers=True), ignore=[signal.SIGTERM])
+def test_idle_workers_end_when_asked(shielded: None) -> None:
+    source = DataSource(DataLoader(Plain(), num_workers=2, persistent_workers=True))
     list(source.start())
     workers = multiprocessing.active_children()
     source.end_workers()
@@ -94,8 +157,10 @@ def test_a_program_ends_though_its_workers_ignore_sigterm(dataset: str) -> None:
         import signal, sys
         from torch.utils.data import DataLoader
         from test_data_workers import Plain, Stuck
+        from reprieve.data import worker_signals
         from reprieve.data.source import DataSource
-        source = DataSource(DataLoader({dataset}(), num_workers=2, persistent_workers=True), ignore=[signal.SIGTERM])
+        worker_signals.shield([signal.SIGTERM])
+        source = DataSource(DataLoader({dataset}(), num_workers=2, persistent_workers=True))
         one = source.start()
         def stop(*_): raise SystemExit(7)
         signal.signal(signal.SIGALRM, stop)

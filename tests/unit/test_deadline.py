@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 
 from reprieve.errors import ConfigError
-from reprieve.preemption.deadline import Grace, grace_period
+from reprieve.preemption.deadline import NO_LIMIT_S, Grace, grace_period
 from reprieve.preemption.guard import signal_number
 
 
@@ -23,6 +23,7 @@ from reprieve.preemption.guard import signal_number
         (None, {"TORCHELASTIC_RUN_ID": "x"}, 30, False),
         (None, {"TORCHELASTIC_RUN_ID": "x", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}, 300, False),
         (None, {"TORCHELASTIC_RUN_ID": "x", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300", "SLURM_JOB_ID": "7"}, 30, False),
+        (None, {"TORCHELASTIC_RUN_ID": "x", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(NO_LIMIT_S)}, None, False),
         (None, {}, None, False),
     ],
 )
@@ -40,7 +41,7 @@ def test_nonsense_is_refused_by_name(text: str) -> None:
 
 def test_it_reads_as_a_sentence() -> None:
     assert str(Grace(timedelta(seconds=30), "as given")) == "30 s (as given)"
-    assert str(grace_period(None, {})) == "no limit (no platform is known)"
+    assert str(grace_period(None, {})) == "no limit is known (set REPRIEVE_GRACE if there is one)"
 
 
 def test_signals_by_name_and_number() -> None:

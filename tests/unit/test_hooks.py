@@ -8,10 +8,12 @@ import sys
 import timeit
 import venv
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from reprieve.launch.hooks import HOOK, WHEN_IMPORTED, add_to, install
+from reprieve.frameworks.transformers.all_trainers import protect_all
+from reprieve.launch.hooks import HOOK, add_to, install
 from reprieve.launch.reports import Listener, Seen
 from reprieve.progress import report
 
@@ -98,12 +100,20 @@ def test_a_python_that_leaves_the_hook_out_still_starts(option: str, env: dict[s
     assert python("import sys; print('reprieve.launch.hooks' in sys.modules)", env, option) == ["False"]
 
 
+def test_trainers_are_protected_whatever_is_imported_first(env: dict[str, str]) -> None:
+    """A script that imports `reprieve.transformers` imports transformers through it, in the middle of that import."""
+    code = "{}; from transformers import Trainer as T; print(T.train.__code__, T.__init__.__code__)"
+    env["REPRIEVE_DRILL"] = "/nowhere"
+    for first in ("import reprieve.transformers", "import transformers"):
+        [found] = python(code.format(first), env)
+        assert found.count("all_trainers.py") == 2, f"{first}: {found}"
+
+
 # What is told
 
 
 def test_an_import_of_torch_is_told(env: dict[str, str], listener: Listener) -> None:
     """By the table as it is; of a process, not of a rank."""
-    assert set(WHEN_IMPORTED) == {"torch", "transformers.trainer"}
     python("import torch", env)
     told = listener.read()
     assert [one["event"] for one in told] == [report.TORCH]
@@ -111,6 +121,35 @@ def test_an_import_of_torch_is_told(env: dict[str, str], listener: Listener) -> 
     seen.take(told[0])
     assert seen.torch
     assert not seen.ranks
+
+
+@pytest.mark.parametrize(
+    ("script", "undecided"),
+    [("import torch", False), ("import torch\ndef f():\n  import reprieve", True), ("from trl import x", True)],
+)
+def test_a_script_that_may_protect_itself_later_is_told(
+    env: dict[str, str], listener: Listener, tmp_path: Path, script: str, undecided: bool
+) -> None:
+    (tmp_path / "trl.py").write_text("import torch; x = 1")
+    (tmp_path / "script.py").write_text(script)
+    python("import script", env)
+    assert [(one["event"], one["undecided"]) for one in listener.read()] == [(report.TORCH, undecided)]
+
+
+@pytest.mark.parametrize("code", ["import reprieve; reprieve.Run", "from reprieve import Checkpointer"])
+def test_the_loop_api_is_told(env: dict[str, str], listener: Listener, code: str) -> None:
+    python(code, env)
+    seen = Seen()
+    for one in listener.read():
+        seen.take(one)
+    assert seen.protected
+
+
+def test_a_trainer_is_told_before_it_exists(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(report.LAUNCHER, str(listener.path))
+    monkeypatch.setattr("reprieve.frameworks.transformers.watch.ready", lambda _: None)
+    protect_all(SimpleNamespace(Trainer=type("Trainer", (), {"train": lambda self: None})))  # type: ignore[arg-type]
+    assert [one["event"] for one in listener.read()] == [report.PROTECTED]
 
 
 def test_to_tell_leaves_nothing_open(env: dict[str, str], listener: Listener) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import signal
 from pathlib import Path
@@ -36,6 +37,27 @@ def test_a_cell_of_a_notebook_that_runs_twice(tmp_path: Path, caplog: pytest.Log
             second.step()
     assert steps_of(tmp_path) == [2]
     first.close()
+
+
+@pytest.mark.parametrize("has_launcher", [False, True])
+def test_a_resume_is_logged_where_it_is_seen(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, has_launcher: bool
+) -> None:
+    """As a warning; the launcher, if there is one, prints it instead."""
+    monkeypatch.chdir(tmp_path)
+    with make(tmp_path / "out") as run:
+        assert "resuming" not in caplog.text
+        for _ in run.epochs(1):
+            for _batch in run.batches([1, 2]):
+                run.step()
+    if has_launcher:
+        monkeypatch.setenv("REPRIEVE_LAUNCHER", str(tmp_path / "socket"))
+    with make(tmp_path / "out") as run:
+        run._session.telling._reporter.close()
+    if has_launcher:
+        faulthandler.unregister(signal.SIGQUIT)
+    found = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert found == ([] if has_launcher else ["resuming from checkpoint-2 (step 2) in out"])
 
 
 def test_handlers_are_there_while_a_run_is_open(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from reprieve.launch.next_start import NextStart
 from reprieve.launch.outcome import (
     FAILED,
     FINISHED,
@@ -43,6 +44,8 @@ FINISHED_10 = told(report.FINISHED, step=10)
 REFUSED = told(report.REFUSED, error="StateMismatch: another model")
 TORCH = told(report.TORCH, rank=-1, world_size=0)
 """What the import hook tells: of a process, not of a rank."""
+PROTECTED = told(report.PROTECTED, rank=-1, world_size=0)
+LOST_9 = "step 9 is NOT SAVED"
 
 
 def saved(step: int) -> dict[str, Any]:
@@ -108,7 +111,6 @@ def test_42_needs_a_person_though_nobody_said_why() -> None:
         (3, (), 3, "failed with exit code 3"),
         (1, (STARTED, STEP_9), 1, "failed with exit code 1 at step 9"),
         (1, (STARTED, FINISHED_10), 1, "failed with exit code 1 at step 10"),
-        (143, (STARTED, STEP_9), 143, "failed with exit code 143 at step 9"),
         (-signal.SIGSEGV, (STARTED, STEP_9), 139, "killed by SIGSEGV, when last heard of at step 9"),
         (-signal.SIGKILL, (STARTED, STEP_9), 137, "killed by SIGKILL (out of memory?), when last heard of at step 9"),
         (-signal.SIGKILL, (), 137, "killed by SIGKILL (out of memory?)"),
@@ -119,6 +121,16 @@ def test_a_failure_has_the_codes_of_a_shell(
     code: int, reports: tuple[dict[str, Any], ...], exit_code: int, words: str
 ) -> None:
     assert outcome(Ended(code=code, seen=seen(*reports))) == Outcome(FAILED, exit_code, words, again=True)
+
+
+@pytest.mark.parametrize("code", [-signal.SIGTERM, 143, 256 - signal.SIGTERM])
+def test_a_command_that_sigterm_ended_was_stopped(code: int) -> None:
+    """Though the launcher got no signal: somebody sent it to the command. The codes of a parent, a shell, DeepSpeed."""
+    found = outcome(Ended(code=code, seen=seen(STARTED, saved(5), STEP_9)))
+    assert (found.state, found.code, found.again) == (PREEMPTED, STOPPED, False)
+    assert found.words.startswith("stopped by SIGTERM: step 9 is NOT SAVED")
+    assert outcome(Ended(code=code, seen=seen(STARTED, REFUSED))).code == NEEDS_A_PERSON
+    assert outcome(Ended(code=code, seen=seen(STARTED), hung_s=600)).state == HUNG
 
 
 def test_a_job_that_hung_is_tried_again() -> None:
@@ -133,15 +145,21 @@ def test_a_job_that_hung_is_tried_again() -> None:
     ("reports", "words"),
     [
         ((STARTED, STEP_9, FINISHED_10), "after training was finished, at step 10"),
-        ((STARTED, STEP_9, stopped(9, was_saved=True)), ": saved at step 9. The next start goes on from there"),
+        ((STARTED, STEP_9, stopped(9, was_saved=True)), ": saved at step 9. The next start resumes from there"),
         ((STARTED, STEP_9, saved(9), stopped(9, was_saved=False)), " at step 9, which was saved already."),
         ((RESUMED, stopped(7, was_saved=False)), " at step 7, which was saved already."),
-        ((STARTED, saved(5), STEP_9), ": NOT SAVED. The next start goes on from step 5"),
-        ((STARTED, saved(5), STEP_9, stopped(9, was_saved=False)), ": NOT SAVED. The next start goes on from step 5"),
-        ((RESUMED, STEP_9), ": NOT SAVED. The next start goes on from step 7"),
-        ((STARTED, STEP_9), ": nothing new is saved."),
-        ((), ". Nothing in it was protected"),
-        ((TORCH,), ". Nothing in it was protected"),
+        ((RESUMED,), " at step 7, which was saved already."),
+        ((STARTED, saved(5), STEP_9), f": {LOST_9}. The next start resumes from step 5"),
+        ((STARTED, saved(5), STEP_9, stopped(9, was_saved=False)), f": {LOST_9}. The next start resumes from step 5"),
+        ((RESUMED, STEP_9), f": {LOST_9}. The next start resumes from step 7"),
+        (
+            (STARTED, STEP_9),
+            f": {LOST_9}. The next start resumes from the newest valid checkpoint, or begins at step 0",
+        ),
+        ((STARTED,), " before it trained a step: there was nothing to save. The next start resumes from the newest"),
+        ((PROTECTED,), " before it trained a step: there was nothing to save. The next start resumes from the newest"),
+        ((), ": no protected training had begun, and nothing was saved"),
+        ((TORCH,), ": no protected training had begun, and nothing was saved"),
     ],
 )
 @pytest.mark.parametrize("paused", [False, True])
@@ -154,10 +172,26 @@ def test_a_stop_is_a_stop_and_says_what_is_saved(reports: tuple[dict[str, Any], 
         assert "killed" not in found.words
 
 
+@pytest.mark.parametrize("reports", [(), (TORCH,), (PROTECTED,), (STARTED,)])
+def test_a_stop_before_the_first_step_names_the_checkpoint_that_is_there(reports: tuple[dict[str, Any], ...]) -> None:
+    found = outcome(
+        Ended(code=1, seen=seen(*reports), stop="SIGTERM", next_start=NextStart("out", "checkpoint-30", 30))
+    )
+    assert found.words == (
+        "stopped by SIGTERM before it trained a step: there was nothing to save. "
+        "The next start resumes from checkpoint-30 (step 30) in out"
+    )
+
+
+def test_a_stop_before_the_first_step_says_that_there_is_no_checkpoint() -> None:
+    found = outcome(Ended(code=1, seen=seen(PROTECTED), stop="SIGTERM", next_start=NextStart("out")))
+    assert found.words.endswith("There is no checkpoint in out: the next start begins at step 0")
+
+
 def test_a_stop_that_took_too_long_says_so() -> None:
     found = outcome(Ended(code=-signal.SIGKILL, seen=seen(STARTED, saved(5), STEP_9), stop="SIGHUP", killed=True))
     assert (found.state, found.code) == (PREEMPTED, STOPPED)
-    assert found.words.startswith("stopped by SIGHUP: NOT SAVED")
+    assert found.words.startswith("stopped by SIGHUP: step 9 is NOT SAVED")
     assert found.words.endswith("It did not end in time, and was killed")
 
 

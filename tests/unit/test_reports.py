@@ -76,10 +76,17 @@ def test_a_run_from_its_start_to_its_end(listener: Listener, reporter: Callable[
     )
     assert began <= (seen.heard_at() or 0) <= time.monotonic()
 
-    rank.tell(report.STARTED, checkpoints="/c", resumed=40, finished=False, fingerprint="f")
+    rank.tell(report.STARTED, checkpoints="/c", resumed=40, finished=False)
     hear(listener, seen)
-    assert (seen.resumed, seen.step, seen.saved_step, seen.ranks[0].fingerprint) == (40, 40, 40, "f")
+    assert (seen.resumed, seen.step, seen.saved_step) == (40, 40, 40)
     assert seen.first_step_at is None
+
+    rank.tell(report.RESTORED, fingerprints={"model": "a"}, fingerprint_s=0.5)
+    rank.tell(report.RESTORED, fingerprints={"data order": "b"}, fingerprint_s=0.25)
+    rank.tell(report.RESTORED, fingerprints="nonsense", fingerprint_s=None)
+    hear(listener, seen)
+    assert seen.ranks[0].fingerprints == {"model": "a", "data order": "b"}
+    assert seen.ranks[0].fingerprint_s == 0.75
 
     rank.step(41, done=0.25)
     rank.step(42, done=0.5, eta_s=7.5)
@@ -111,7 +118,7 @@ def test_a_stop(listener: Listener, reporter: Callable[..., Reporter]) -> None:
     seen = hear(listener)
     assert (seen.stopping, seen.step, seen.saved_step, seen.stopped) == ("SIGTERM", 9, None, [])
     for rank in ranks:
-        rank.tell(report.STOPPED, step=10, saved=True, times={"agreed": 1.5}, fingerprint="f")
+        rank.tell(report.STOPPED, step=10, saved=True, times={"agreed": 1.5}, fingerprints={"model": "a"})
     hear(listener, seen)
     assert (seen.step, seen.saved_step) == (10, 10)
     assert [one["times"] for one in seen.stopped] == [{"agreed": 1.5}] * 2

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,17 @@ def test_the_last_so_many() -> None:
     assert doomed(HERE, keep=6) == doomed(HERE, keep=7) == doomed(HERE, keep=None) == doomed([], keep=1) == []
 
 
+def test_a_pinned_one_stays_and_counts() -> None:
+    def doomed_beside(*pinned: int, keep: int) -> list[int]:
+        return [one.step for one in Retention(keep=keep).doomed(HERE, "r", 60, pinned)]
+
+    assert doomed_beside(20, keep=2) == [10, 30, 40, 50]
+    assert doomed_beside(20, keep=3) == [10, 30, 40]
+    assert doomed_beside(20, keep=1) == [10, 30, 40, 50], "the newest and the best stay, whatever the limit"
+    assert doomed_beside(20, 30, keep=2) == [10, 40, 50]
+    assert doomed_beside(70, keep=2) == [10, 20, 30, 40], "one that is not there does not count"
+
+
 def test_besides_every_kth() -> None:
     assert doomed(HERE, keep=1, keep_every=20) == [10, 30, 50]
 
@@ -53,6 +65,13 @@ def test_besides_the_best() -> None:
     assert doomed(scored, keep=1, best=("loss", "min")) == [5, 30]
     assert doomed(scored, keep=1, best=("loss", "max")) == [21, 30]
     assert doomed(scored, keep=1, best=("accuracy", "max")) == [5, 21, 30]
+
+
+def test_besides_what_the_script_requested() -> None:
+    mixed = [replace(one, manifest=manifest(one.step, unrequested=one.step != 30)) for one in HERE]
+    assert doomed(mixed, keep=2, keep_requested=True) == [10, 20, 40]
+    assert doomed(mixed, keep=2) == [10, 20, 30, 40]
+    assert doomed(HERE, keep=2, keep_requested=True) == []
 
 
 def test_an_invalid_one_neither_counts_nor_goes() -> None:

@@ -1,0 +1,15 @@
+"""A test that fails leaves no process behind: the next tests share the machine, and some look at its processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from .launch_kit import end_what_still_runs
+
+
+@pytest.fixture(autouse=True)
+def _no_process_is_left() -> Iterator[None]:
+    yield
+    end_what_still_runs()
