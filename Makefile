@@ -13,7 +13,7 @@ export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint format test test-torch test-transformers bench soak clean
+.PHONY: help setup demo lint format test test-torch test-transformers test-datasets bench soak clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/' | expand -t 26
@@ -65,6 +65,15 @@ test-transformers: $(READY)  ## The adapter's tests with another version of tran
 	@VIRTUAL_ENV=$(OTHER) $(BIN)/uv pip install --constraint $(OTHER)/constraints.txt --editable '.[dev]'
 	OMP_NUM_THREADS=1 $(OTHER)/bin/python -m pytest -n 2 --dist loadgroup tests/integration/test_hf_*.py
 
+DATASETS = .venv-datasets-$(VERSION)
+test-datasets: $(READY)  ## The tests of streams with another version of datasets: VERSION=4.0.0
+	@test -n "$(VERSION)" || { echo "which one? make test-datasets VERSION=4.0.0"; exit 1; }
+	@test -x $(DATASETS)/bin/python || $(PYTHON) -m venv $(DATASETS)
+	@grep -vE '^(datasets|dill|multiprocess|fsspec|huggingface[_-]hub|hf-xet|pyarrow)==' constraints.txt > $(DATASETS)/constraints.txt
+	@echo 'datasets==$(VERSION)' >> $(DATASETS)/constraints.txt
+	@VIRTUAL_ENV=$(DATASETS) $(BIN)/uv pip install --constraint $(DATASETS)/constraints.txt --editable . datasets torchdata pytest pytest-timeout hypothesis numpy
+	OMP_NUM_THREADS=1 $(DATASETS)/bin/python -m pytest tests/unit/test_data_streams.py
+
 bench: $(READY)  ## The figures of the README, as a table and in benchmarks/results.json
 	$(BIN)/python -m benchmarks
 
@@ -72,4 +81,4 @@ soak: $(READY)  ## The long versions of the randomised tests (hours)
 	OMP_NUM_THREADS=1 REPRIEVE_SOAK=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --timeout 86400 -m soak
 
 clean:  ## Remove the environment and caches
-	rm -rf $(VENV) .venv-torch-* .venv-transformers-* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-torch-* .venv-transformers-* .venv-datasets-* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,7 +1,7 @@
 """A loop with Hugging Face Accelerate that can be stopped: what `accelerator.prepare` gives goes to `reprieve.Run`.
 
 python examples/accelerate_safe.py                                    one process
-accelerate launch --cpu --num_processes 2 examples/accelerate_safe.py      data-parallel
+torchrun --nproc-per-node 2 examples/accelerate_safe.py               data-parallel
 """
 
 import torch
