@@ -37,6 +37,8 @@ class LoopDisk:
         self._still_used = False
         self._mounted = False
         self._closed = False
+        self.power_is_on = True
+        """False from the moment before a cut begins. What a process learns later, nobody would have heard of."""
         self.path = Path(tempfile.mkdtemp(prefix="powercut-")) / "mnt"
         self.path.mkdir()
         self._guard = Guard(self.path)
@@ -46,10 +48,15 @@ class LoopDisk:
             # The old mount lives on in processes that hold it: give the new one bytes of its own.
             self.insert(copy_image(self._image))
         mount_ext4(self._image, self.path)
-        self._mounted = True
+        self._mounted = self.power_is_on = True
 
     def cut(self) -> None:
-        """Cut the power. Open files stay open and give EIO; call remount() to see what is left."""
+        """Cut the power. Open files stay open and give EIO; call remount() to see what is left.
+
+        A call that is in the kernel at this moment may still return without an error: a flush that has looked before
+        the cut whether the file system is up finds its transaction gone, and takes it for written (jbd2).
+        """
+        self.power_is_on = False
         root = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.ioctl(root, FS_IOC_SHUTDOWN, struct.pack("=I", SHUTDOWN_NOLOGFLUSH))

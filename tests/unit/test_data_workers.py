@@ -91,7 +91,7 @@ def test_workers_are_as_always_where_no_run_is_protected(monkeypatch: pytest.Mon
     monkeypatch.setattr(worker_signals, "_signals", Counter())  # of other tests in this process
     batches = iter(DataLoader(Telling(), batch_size=1, num_workers=1))
     os.kill(int(next(batches)), signal.SIGTERM)
-    with pytest.raises((RuntimeError, ConnectionError)):
+    with pytest.raises((RuntimeError, ConnectionError, EOFError)):  # wherever it was when it died
         list(batches)
 
 
