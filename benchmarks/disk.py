@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.measure import Job
-from reprieve.checkpoint.blocks import BLOCK_BYTES, RING_BLOCKS
+from reprieve.checkpoint.buffers.block_pool import BLOCK_BYTES, RING_BLOCKS
 
 PAGE = 4096
 _MIB = 2**20

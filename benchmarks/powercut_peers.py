@@ -35,8 +35,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load_stat
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save_state
 
 from reprieve import Checkpointer
-from reprieve.checkpoint.blocks import BlockPool
-from reprieve.checkpoint.verify import verify
+from reprieve.checkpoint.buffers.block_pool import BlockPool
+from reprieve.checkpoint.folder.verify import verify
 
 DISK_BYTES = 256 << 20
 TENSORS, TENSOR_VALUES = 4, 128 << 10  # 2 MiB a checkpoint in float32: 100 of them fit on the disk

@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from benchmarks.state import TrainingState, shape_of
 from reprieve import Checkpointer
-from reprieve.checkpoint import reader, resume
+from reprieve.checkpoint.io import reader
+from reprieve.checkpoint.restore import resume
 from reprieve.storage.disk import Disk, OpenFile, read_into
 from reprieve.testing import SlowDisk, run_ranks, values
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from examples import preemption
-from reprieve.checkpoint.survey import survey
+from reprieve.checkpoint.folder.catalog import survey
 
 STEPS, EVERY, KILL_AT = 60, 10, 40
 TIME_LIMIT_S = 300

@@ -26,8 +26,8 @@ from reprieve.errors import (
 )
 
 if TYPE_CHECKING:
-    from reprieve.checkpoint.answers import Restored, Save
     from reprieve.checkpoint.checkpointer import Checkpointer
+    from reprieve.checkpoint.results import Restored, Save
     from reprieve.frameworks.loop.run import Run
     from reprieve.preemption.ending import Preempted
 
@@ -60,9 +60,9 @@ __all__ = [
 _WHERE = {
     "Checkpointer": "reprieve.checkpoint.checkpointer",
     "Preempted": "reprieve.preemption.ending",
-    "Restored": "reprieve.checkpoint.answers",
+    "Restored": "reprieve.checkpoint.results",
     "Run": "reprieve.frameworks.loop.run",
-    "Save": "reprieve.checkpoint.answers",
+    "Save": "reprieve.checkpoint.results",
 }
 
 

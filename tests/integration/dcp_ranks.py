@@ -21,8 +21,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from reprieve.checkpoint.blocks import BLOCK_BYTES
-from reprieve.checkpoint.checksum import digest_of
+from reprieve.checkpoint.buffers.block_pool import BLOCK_BYTES
+from reprieve.checkpoint.format.checksum import digest_of
 from reprieve.dcp import StorageReader, StorageWriter, folder
 from reprieve.storage.disk import Disk, OpenFile
 

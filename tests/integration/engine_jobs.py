@@ -180,7 +180,7 @@ def save_by_time(root: Path) -> Any:
 
 def bytes_read(root: Path, mesh_shape: tuple[int, ...] | None = None, kind: type[nn.Module] = Large) -> int:
     """How much of the storage this rank reads for its part of a restore."""
-    from reprieve.checkpoint import reader
+    from reprieve.checkpoint.io import reader
 
     count = 0
     read_into = reader.read_into

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from reprieve.checkpoint.blocks import BlockPool
-from reprieve.checkpoint.survey import survey
-from reprieve.checkpoint.verify import verify
+from reprieve.checkpoint.buffers.block_pool import BlockPool
+from reprieve.checkpoint.folder.catalog import survey
+from reprieve.checkpoint.folder.verify import verify
 from reprieve.testing import Fault, Result, run_ranks
 
 from .hf_jobs import PRELOAD, PRELOAD_TRL, HfJob, seen, train

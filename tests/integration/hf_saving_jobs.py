@@ -14,8 +14,8 @@ from typing import Any
 
 import transformers
 
-from reprieve.checkpoint.blocks import BlockPool
-from reprieve.checkpoint.verify import verify
+from reprieve.checkpoint.buffers.block_pool import BlockPool
+from reprieve.checkpoint.folder.verify import verify
 from reprieve.frameworks.transformers import protect
 
 from .hf_jobs import HfJob, make

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from reprieve import Checkpointer, RanksError
-from reprieve.checkpoint.manifest import MANIFEST
+from reprieve.checkpoint.format.manifest import MANIFEST
 from reprieve.storage.disk import OpenFile
 from reprieve.testing import FullDisk
 
@@ -223,7 +223,8 @@ def restore_then_save(root: Path, step: int | None, background: bool = False) ->
 def restore_with_bad_blocks(root: Path, bad: Sequence[tuple[int, int, str, str]]) -> list[Outcome]:
     """Restore once for each (rank, step, file, how) of `bad`: on that rank, the file of that checkpoint is damaged
     ("flipped" bits) or not readable ("EIO"). Nobody else sees it. "stuck": and rank 0 cannot set it aside."""
-    from reprieve.checkpoint import commit, reader
+    from reprieve.checkpoint.folder import commit
+    from reprieve.checkpoint.io import reader
 
     numbers = Numbers()
     really, really_aside = reader.read_into, commit.set_aside
@@ -256,7 +257,7 @@ def restore_with_bad_blocks(root: Path, bad: Sequence[tuple[int, int, str, str]]
 
 def background_faults(root: Path) -> list[Outcome]:
     """Saves in the background that fail, each followed by the next one, with nothing waited for in between."""
-    from reprieve.checkpoint.writer import Writer
+    from reprieve.checkpoint.io.writer import Writer
 
     numbers, disk = Numbers(), Room()
     really = Writer.stage

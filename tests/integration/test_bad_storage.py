@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import reprieve
-from reprieve.checkpoint import commit
-from reprieve.checkpoint.manifest import read_manifest
+from reprieve.checkpoint.folder import commit
+from reprieve.checkpoint.format.manifest import read_manifest
 from reprieve.storage.disk import Disk
 
 from ..powercut.kernel import mount

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from reprieve.checkpoint.blocks import BlockPool
-from reprieve.checkpoint.verify import verify
+from reprieve.checkpoint.buffers.block_pool import BlockPool
+from reprieve.checkpoint.folder.verify import verify
 from reprieve.testing import FullDisk, run_ranks, values
 
 from . import dcp_ranks as ranks

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 from reprieve.checkpoint.checkpointer import Checkpointer
-from reprieve.checkpoint.foreign.folder import check_foreign
-from reprieve.checkpoint.manifest import ARCHIVE_MARK
+from reprieve.checkpoint.folder.foreign.checker import check_foreign
+from reprieve.checkpoint.format.manifest import ARCHIVE_MARK
 from reprieve.errors import ConfigError, InvalidCheckpoint
 from reprieve.frameworks.transformers import deepspeed
 from reprieve.frameworks.transformers.collecting import Collecting

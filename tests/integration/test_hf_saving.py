@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from reprieve.checkpoint.blocks import BlockPool
-from reprieve.checkpoint.verify import verify
+from reprieve.checkpoint.buffers.block_pool import BlockPool
+from reprieve.checkpoint.folder.verify import verify
 from reprieve.testing import Result, fail, pause, terminate
 
 from .hf_jobs import PRELOAD_TRL, HfJob

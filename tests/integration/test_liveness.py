@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from reprieve.checkpoint.blocks import BlockPool
-from reprieve.checkpoint.survey import survey
-from reprieve.checkpoint.verify import verify
+from reprieve.checkpoint.buffers.block_pool import BlockPool
+from reprieve.checkpoint.folder.catalog import survey
+from reprieve.checkpoint.folder.verify import verify
 from reprieve.errors import RankFailed
 from reprieve.ranks.group import Ranks
 from reprieve.ranks.liveness import Liveness

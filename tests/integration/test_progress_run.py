@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from reprieve.checkpoint.survey import Found, survey
+from reprieve.checkpoint.folder.catalog import Found, survey
 
 KEEP = 2
 MORE = 150

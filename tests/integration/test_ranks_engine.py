@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from reprieve.checkpoint.blocks import BlockPool
-from reprieve.checkpoint.manifest import read_manifest
-from reprieve.checkpoint.plan import plan
-from reprieve.checkpoint.state import State
-from reprieve.checkpoint.survey import survey
-from reprieve.checkpoint.verify import verify
+from reprieve.checkpoint.buffers.block_pool import BlockPool
+from reprieve.checkpoint.folder.catalog import survey
+from reprieve.checkpoint.folder.verify import verify
+from reprieve.checkpoint.format.manifest import read_manifest
+from reprieve.checkpoint.save.plan import plan
+from reprieve.checkpoint.state.state import State
 from reprieve.testing import run_ranks, values
 
 from . import engine_jobs

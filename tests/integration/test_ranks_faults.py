@@ -22,10 +22,10 @@ from typing import Any
 import pytest
 import torch
 
-from reprieve.checkpoint.blocks import BlockPool
-from reprieve.checkpoint.names import OWNER_FOLDER, is_leftover
-from reprieve.checkpoint.survey import survey
-from reprieve.checkpoint.verify import verify
+from reprieve.checkpoint.buffers.block_pool import BlockPool
+from reprieve.checkpoint.folder.catalog import survey
+from reprieve.checkpoint.folder.paths import OWNER_FOLDER, is_leftover
+from reprieve.checkpoint.folder.verify import verify
 from reprieve.testing import Fault, Result, fail, kill, pause, run_ranks, start_ranks, values
 
 from . import rank_fault_jobs as jobs

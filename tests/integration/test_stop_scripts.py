@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from reprieve.checkpoint.blocks import BlockPool
-from reprieve.checkpoint.survey import survey
-from reprieve.checkpoint.verify import verify
+from reprieve.checkpoint.buffers.block_pool import BlockPool
+from reprieve.checkpoint.folder.catalog import survey
+from reprieve.checkpoint.folder.verify import verify
 from reprieve.testing import start_ranks
 
 SLACK_S = 15.0

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 from reprieve import Checkpointer
-from reprieve.checkpoint import names
-from reprieve.checkpoint.blocks import BlockPool
-from reprieve.checkpoint.survey import survey
-from reprieve.checkpoint.verify import verify
+from reprieve.checkpoint.buffers.block_pool import BlockPool
+from reprieve.checkpoint.folder import paths
+from reprieve.checkpoint.folder.catalog import survey
+from reprieve.checkpoint.folder.verify import verify
 
 POOL = BlockPool(limit=4)
 RUN = "crash-test"
@@ -59,7 +59,7 @@ class Job:
 def check_visible(root: Path, at_least: int) -> int:
     """Everything visible is whole, and the newest is the state of its step, as stock libraries read it: nothing is
     changed here. The newest step, 0 if there is none."""
-    found = [one for one in survey(root) if names.step_of(one.path) is not None]
+    found = [one for one in survey(root) if paths.step_of(one.path) is not None]
     for one in found:
         verify(one.path, POOL)
     newest = found[0].step if found else 0
@@ -80,5 +80,5 @@ def check_promise(root: Path, at_least: int) -> int:
         restored = checkpointer.restore()
         assert (restored.step if restored else 0) == newest
         assert restored is None or (job.is_at(newest) and not restored.passed_over)
-    assert not [path.name for path in root.iterdir() if names.is_leftover(path)]
+    assert not [path.name for path in root.iterdir() if paths.is_leftover(path)]
     return newest

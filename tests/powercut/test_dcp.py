@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from reprieve.checkpoint.blocks import BlockPool
-from reprieve.checkpoint.verify import verify
+from reprieve.checkpoint.buffers.block_pool import BlockPool
+from reprieve.checkpoint.folder.verify import verify
 from reprieve.dcp import StorageReader, StorageWriter, folder
 from reprieve.storage.disk import Disk
 

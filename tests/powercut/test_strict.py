@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from reprieve.checkpoint import commit, names, owner
-from reprieve.checkpoint.layout import bytes_layout
-from reprieve.checkpoint.manifest import read_manifest
-from reprieve.checkpoint.survey import survey
+from reprieve.checkpoint.folder import commit, lease, paths
+from reprieve.checkpoint.folder.catalog import survey
+from reprieve.checkpoint.format.layout import bytes_layout
+from reprieve.checkpoint.format.manifest import read_manifest
 from reprieve.storage.disk import Disk
 
 from .promise import Job, check_visible
@@ -28,7 +28,7 @@ SET_UP_DONE = "set up"
 
 @pytest.fixture
 def quiet_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owner.Owner, "_keep_alive", lambda self: None)
+    monkeypatch.setattr(lease.Owner, "_keep_alive", lambda self: None)
 
 
 def saves_and_retention(root: Path, disk: Recording) -> Check:
@@ -51,7 +51,7 @@ def saves_and_retention(root: Path, disk: Recording) -> Check:
             empty.rmdir()  # what the test put there
         check_visible(here, max((int(mark.split()[1]) for mark in marks if mark.startswith("saved")), default=0))
         if "saved 3" in marks:
-            reasons = [one.problem for one in survey(here) if names.step_of_aside(one.path) == 3]
+            reasons = [one.problem for one in survey(here) if paths.step_of_aside(one.path) == 3]
             assert len(reasons) == 1 and "newer save" in str(reasons[0]), "why it was set aside is lost"
 
     return check
@@ -154,7 +154,7 @@ def the_same_where_names_cannot_be_exchanged(root: Path, disk: Recording) -> Che
 def check_attempt(root: Path, marks: list[str]) -> None:
     """A start that is forgotten cannot fence anybody."""
     if "started" in marks:
-        record = json.loads((root / names.OWNER_FOLDER / "owner.json").read_bytes())
+        record = json.loads((root / paths.OWNER_FOLDER / "owner.json").read_bytes())
         assert record["attempt"] >= marks.count("started")
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from reprieve.checkpoint.rng import capture_rng, restore_rng
 from reprieve.data.source import DataSource
+from reprieve.rng import capture_rng, restore_rng
 
 Trace = list[Any]
 

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
 
-from reprieve.checkpoint.blocks import Block
-from reprieve.checkpoint.division import FilePart
-from reprieve.checkpoint.layout import BytesSource, Deferred, FileLayout, LayoutBuilder, Segment, Source
+from reprieve.checkpoint.buffers.block_pool import Block
+from reprieve.checkpoint.format.layout import BytesSource, Deferred, FileLayout, LayoutBuilder, Segment, Source
+from reprieve.checkpoint.io.partition import FilePart
 from reprieve.storage.disk import PAGE
 
 Holders = tuple[int, ...] | None

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from reprieve import Checkpointer
-from reprieve.checkpoint.blocks import BlockPool
-from reprieve.checkpoint.layout import FileLayout
-from reprieve.checkpoint.manifest import FileEntry, Manifest
-from reprieve.checkpoint.writer import Writer
+from reprieve.checkpoint.buffers.block_pool import BlockPool
+from reprieve.checkpoint.format.layout import FileLayout
+from reprieve.checkpoint.format.manifest import FileEntry, Manifest
+from reprieve.checkpoint.io.writer import Writer
 from reprieve.storage.disk import Disk, OpenFile
 
 SOAK = os.environ.get("REPRIEVE_SOAK") == "1"
@@ -107,14 +107,14 @@ def rewrite_manifest(folder: Path, **changes: Any) -> None:
     """Another manifest whose own checksum holds: what a person with bad intentions would leave."""
     from dataclasses import replace
 
-    from reprieve.checkpoint.manifest import MANIFEST, read_manifest
+    from reprieve.checkpoint.format.manifest import MANIFEST, read_manifest
 
     (folder / MANIFEST).write_bytes(replace(read_manifest(folder), **changes).encode())
 
 
 def entry_of(path: Path) -> FileEntry:
     """A true manifest entry for a small file."""
-    from reprieve.checkpoint.checksum import digest_of
+    from reprieve.checkpoint.format.checksum import digest_of
 
     data = path.read_bytes()
     return FileEntry.of(len(data), [digest_of(data)] if data else [])

@@ -22,11 +22,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from reprieve import Checkpointer, ConfigError, StorageError, StorageFull
-from reprieve.checkpoint import room
-from reprieve.checkpoint.background import Background
-from reprieve.checkpoint.blocks import BLOCK_BYTES, RING_BLOCKS
-from reprieve.checkpoint.survey import survey
-from reprieve.checkpoint.verify import verify
+from reprieve.checkpoint.buffers import staging
+from reprieve.checkpoint.buffers.block_pool import BLOCK_BYTES, RING_BLOCKS
+from reprieve.checkpoint.folder.catalog import survey
+from reprieve.checkpoint.folder.verify import verify
+from reprieve.checkpoint.save.background import Background
 from reprieve.storage.disk import Disk
 
 
@@ -170,7 +170,7 @@ def test_without_memory_it_writes_through_and_says_so_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The state is larger than the ring: what fits into that is staged there."""
-    monkeypatch.setattr(room, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(staging, "available_bytes", lambda: 1000)
     with Checkpointer(tmp_path, x=torch.zeros(BLOCK_BYTES * RING_BLOCKS, dtype=torch.uint8), keep=1) as checkpointer:
         for step in (1, 2):
             save = checkpointer.save(step, background=True)

@@ -15,8 +15,8 @@ from helpers import SOAK, pool, train
 from torch import nn
 
 from reprieve import Checkpointer, InvalidCheckpoint
-from reprieve.checkpoint.manifest import MANIFEST
-from reprieve.checkpoint.verify import verify
+from reprieve.checkpoint.folder.verify import verify
+from reprieve.checkpoint.format.manifest import MANIFEST
 
 FLIPS = 20_000 if SOAK else 2_000
 

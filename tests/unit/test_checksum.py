@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from reprieve.checkpoint import crc_combine
-from reprieve.checkpoint.checksum import combined_crc, crc32
+from reprieve.checkpoint.format import crc_combine
+from reprieve.checkpoint.format.checksum import combined_crc, crc32
 
 isal_zlib = pytest.importorskip("isal.isal_zlib")
 
@@ -44,7 +44,7 @@ def test_without_the_library() -> None:
     program = """
 import sys, zlib
 sys.modules["isal"] = None
-from reprieve.checkpoint import checksum
+from reprieve.checkpoint.format import checksum
 assert checksum.crc32 is zlib.crc32
 parts = [b"one", b"", b"two" * 1000]
 stretches = [(sum(map(len, parts[:n])), len(part), zlib.crc32(part)) for n, part in enumerate(parts)]

@@ -12,8 +12,9 @@ import pytest
 from helpers import small_model
 
 from reprieve import Checkpointer
-from reprieve.checkpoint import commit, reader, survey
-from reprieve.checkpoint import verify as verifying
+from reprieve.checkpoint.folder import catalog, commit
+from reprieve.checkpoint.folder import verify as verifying
+from reprieve.checkpoint.io import reader
 from reprieve.cli import execute
 from reprieve.storage.disk import Disk
 
@@ -82,7 +83,7 @@ def test_one_that_may_not_be_read_is_a_problem_in_its_row(
 ) -> None:
     run_with(tmp_path, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(survey, "read_manifest", refuse)
+        patch.setattr(catalog, "read_manifest", refuse)
         for command, where, code in (("ls", "", 0), ("verify", "", 1), ("show", "", 1), ("show", "checkpoint-1", 1)):
             assert execute([command, str(tmp_path / where)]) == code
             assert "cannot be read: Permission denied" in capsys.readouterr().out
@@ -95,7 +96,7 @@ def test_one_that_may_not_be_read_is_a_problem_in_its_row(
 def test_a_folder_that_may_not_be_read_is_an_error_that_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    monkeypatch.setattr(survey, "survey", refuse)
+    monkeypatch.setattr(catalog, "survey", refuse)
     assert execute([command, str(tmp_path)]) == 2
     assert f"error: cannot use {tmp_path} for checkpoints: no permission" in capsys.readouterr().err
 

@@ -10,7 +10,7 @@ import pytest
 from helpers import entry_of, manifest, small_model
 
 from reprieve import Checkpointer, StorageFull
-from reprieve.checkpoint import commit
+from reprieve.checkpoint.folder import commit
 from reprieve.storage.disk import Disk, OpenFile
 
 

@@ -21,9 +21,9 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from reprieve.checkpoint.rng import capture_rng, restore_rng
 from reprieve.data.dealing import Dealing
 from reprieve.data.source import DataSource
+from reprieve.rng import capture_rng, restore_rng
 
 KNOWN = {"consumed": 3, "read": 3, "size": 4}
 SAMPLES = 24

@@ -28,10 +28,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItemType
 
 import reprieve
-from reprieve.checkpoint import survey
-from reprieve.checkpoint.blocks import BLOCK_BYTES, BlockPool
-from reprieve.checkpoint.manifest import MANIFEST, SENTINEL
-from reprieve.checkpoint.verify import verify
+from reprieve.checkpoint.buffers.block_pool import BLOCK_BYTES, BlockPool
+from reprieve.checkpoint.folder import catalog
+from reprieve.checkpoint.folder.verify import verify
+from reprieve.checkpoint.format.manifest import MANIFEST, SENTINEL
 from reprieve.dcp import StorageReader, StorageWriter, folder
 from reprieve.storage.disk import Disk, OpenFile
 
@@ -555,7 +555,7 @@ def test_storage_that_does_not_let_us_look_after_a_crash(tmp_path: Path, monkeyp
     path.rename(folder.replaced(path))
     (tmp_path / "new").rename(folder.saving(path))
     with monkeypatch.context() as patch:
-        patch.setattr(survey, "read_manifest", _stale)
+        patch.setattr(catalog, "read_manifest", _stale)
         with pytest.raises(dcp.CheckpointException, match="Stale"):
             load(StorageReader(path))
     assert bits(load(StorageReader(path))) == bits(a_state(2))

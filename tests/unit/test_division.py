@@ -11,12 +11,12 @@ from fake_ranks import Range, Shape, as_rank, not_covered, owners_of, shapes, sp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reprieve.checkpoint import edges
-from reprieve.checkpoint.blocks import BLOCK_BYTES
-from reprieve.checkpoint.division import FilePart, blocks_needed, divide
-from reprieve.checkpoint.layout import Deferred, FileLayout, Segment
-from reprieve.checkpoint.safetensors_file import layout_safetensors
-from reprieve.checkpoint.torch_file import layout_torch
+from reprieve.checkpoint.buffers.block_pool import BLOCK_BYTES
+from reprieve.checkpoint.format.layout import Deferred, FileLayout, Segment
+from reprieve.checkpoint.format.safetensors_layout import layout_safetensors
+from reprieve.checkpoint.format.torch_layout import layout_torch
+from reprieve.checkpoint.io.partition import FilePart, blocks_needed, divide
+from reprieve.checkpoint.save import page_exchange
 from reprieve.storage.disk import PAGE
 
 pytestmark = pytest.mark.soak
@@ -69,7 +69,10 @@ def test_what_a_writer_does_not_hold_arrives_once(save: tuple[int, list[Shape]])
     world_size, files = save
     by_rank = divided(files, world_size)
     sent = [
-        [(edge.part.layout.name, edge.start, edge.stop, edge.sender, edge.owner) for edge in edges.edges_of(parts)]
+        [
+            (edge.part.layout.name, edge.start, edge.stop, edge.sender, edge.owner)
+            for edge in page_exchange.edges_of(parts)
+        ]
         for parts in by_rank
     ]
     assert all(these == sent[0] for these in sent), "all ranks expect the same letters"
@@ -82,7 +85,7 @@ def test_what_a_writer_does_not_hold_arrives_once(save: tuple[int, list[Shape]])
         )
         for one in _needed(part):
             assert not_covered(one.start, one.stop, arriving) == []
-    for edge in edges.edges_of(by_rank[0]):
+    for edge in page_exchange.edges_of(by_rank[0]):
         holders = edge.segment.holders
         assert holders is not None and edge.sender in holders and edge.owner not in holders
         (piece,) = [one for one in edge.part.pieces if one.start <= edge.start and edge.stop <= one.stop]
@@ -259,7 +262,7 @@ def files_of(
 
 def passed_on(parts: list[FilePart]) -> float:
     """The part of all bytes that has to be given to another rank."""
-    bytes_passed = sum(edge.stop - edge.start for edge in edges.edges_of(parts))
+    bytes_passed = sum(edge.stop - edge.start for edge in page_exchange.edges_of(parts))
     return bytes_passed / sum(part.layout.size for part in parts)
 
 
@@ -323,7 +326,7 @@ def test_ten_thousand_tensors() -> None:
     parts = divide(files, 0, 8)
     to_divide = time.process_time() - started
     started = time.process_time()
-    edges.senders(parts, 0)
+    page_exchange.senders(parts, 0)
     blocks_needed(parts)
     assert sum(piece.stop - piece.start for part in parts for piece in part.mine)
     to_use = time.process_time() - started

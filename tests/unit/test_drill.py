@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from reprieve.checkpoint.fingerprint import fingerprints, parts_of
-from reprieve.checkpoint.state import State
+from reprieve.checkpoint.state.fingerprint import fingerprints, parts_of
+from reprieve.checkpoint.state.state import State
 from reprieve.cli import COMMANDS, execute
 from reprieve.launch.drill import _TIMED_OUT, Report, _compare, _judge, _not_started
 from reprieve.launch.outcome import Ended

@@ -21,7 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from reprieve.checkpoint.foreign import check_foreign, unsafe_globals
+from reprieve.checkpoint.folder.foreign import check_foreign, unsafe_globals
 from reprieve.errors import InvalidCheckpoint
 
 FLIPS = 300

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import FakeClock
 
-from reprieve.checkpoint.interval import FIRST, INTERRUPTIONS, Auto, best_interval
+from reprieve.checkpoint.auto_interval import FIRST, INTERRUPTIONS, Auto, best_interval
 from reprieve.checkpoint.schedule import Schedule
 
 DAY_S = 86400.0

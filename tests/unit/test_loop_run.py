@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import reprieve
-from reprieve.checkpoint.survey import survey
+from reprieve.checkpoint.folder.catalog import survey
 
 
 def make(folder: Path, **options: Any) -> reprieve.Run:

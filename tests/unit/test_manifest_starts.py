@@ -12,9 +12,9 @@ from helpers import manifest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reprieve.checkpoint.blocks import BLOCK_BYTES
-from reprieve.checkpoint.checksum import digest_of, file_digest
-from reprieve.checkpoint.manifest import FileEntry, Manifest
+from reprieve.checkpoint.buffers.block_pool import BLOCK_BYTES
+from reprieve.checkpoint.format.checksum import digest_of, file_digest
+from reprieve.checkpoint.format.manifest import FileEntry, Manifest
 from reprieve.errors import InvalidCheckpoint
 from reprieve.storage.disk import PAGE
 

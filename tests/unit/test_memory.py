@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from reprieve.checkpoint.memory import available_bytes
+from reprieve.checkpoint.buffers.available_memory import available_bytes
 
 GIB = 2**30
 

@@ -20,11 +20,11 @@ import pytest
 from helpers import FakeClock, manifest, pool, small_model
 
 from reprieve import Checkpointer, Fenced, FolderInUse
-from reprieve.checkpoint import commit, names, owner
-from reprieve.checkpoint.manifest import SENTINEL
-from reprieve.checkpoint.owner import Owner, OwnerRecord, acquire, read_record
-from reprieve.checkpoint.survey import survey
-from reprieve.checkpoint.verify import verify
+from reprieve.checkpoint.folder import commit, lease, paths
+from reprieve.checkpoint.folder.catalog import survey
+from reprieve.checkpoint.folder.lease import Owner, OwnerRecord, acquire, read_record
+from reprieve.checkpoint.folder.verify import verify
+from reprieve.checkpoint.format.manifest import SENTINEL
 from reprieve.storage.disk import Disk, OpenFile
 
 MINUTE = timedelta(minutes=1)
@@ -120,7 +120,7 @@ def test_on_another_machine_silence_is_death(tmp_path: Path, clock: FakeClock) -
 
 
 def test_on_this_machine_a_free_lock_is_death_at_once(tmp_path: Path, clock: FakeClock) -> None:
-    leave_record(tmp_path, boot=owner._boot_id())
+    leave_record(tmp_path, boot=lease._boot_id())
     take(tmp_path, clock=clock).release()
     assert clock.slept == 0
 
@@ -153,7 +153,7 @@ def test_a_record_that_somebody_removed_fences(tmp_path: Path) -> None:
 
 
 def test_the_heartbeat_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owner, "HEARTBEAT", timedelta(milliseconds=5))
+    monkeypatch.setattr(lease, "HEARTBEAT", timedelta(milliseconds=5))
     one = take(tmp_path, "r")
     record = tmp_path / ".reprieve/owner.json"
     seen = {record.stat().st_mtime_ns}
@@ -168,7 +168,7 @@ def test_the_heartbeat_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_fenced_attempt_stops_its_heartbeat_and_gives_up_its_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(owner, "HEARTBEAT", timedelta(milliseconds=5))
+    monkeypatch.setattr(lease, "HEARTBEAT", timedelta(milliseconds=5))
     first = take(tmp_path, "r")
     second = take(tmp_path, "r", wait=timedelta(milliseconds=1))
     first._beat.join(5)
@@ -226,7 +226,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def refuse(fd: int, operation: int) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(owner, "_COMMIT_WAIT", timedelta(milliseconds=20))
+    monkeypatch.setattr(lease, "_COMMIT_WAIT", timedelta(milliseconds=20))
     monkeypatch.setattr(fcntl, "flock", refuse)
     leave_record(tmp_path, released=True)
     one = take(tmp_path, "r")
@@ -275,7 +275,7 @@ def test_an_old_attempt_that_wakes_up_in_the_middle_of_a_save(tmp_path: Path) ->
 def test_an_old_attempt_leaves_the_save_of_a_newer_one_alone(tmp_path: Path) -> None:
     old = take(tmp_path, "r")
     new = take(tmp_path, "r", clock=FakeClock())
-    folder = names.saving(tmp_path, 1, new.attempt)
+    folder = paths.saving(tmp_path, 1, new.attempt)
     commit.begin(Disk(), folder)
     with pytest.raises(Fenced):
         commit.commit(Disk(), tmp_path, folder, manifest(1), old, replacing=None)
@@ -287,9 +287,9 @@ def test_an_old_attempt_leaves_the_save_of_a_newer_one_alone(tmp_path: Path) -> 
 def test_the_folder_is_given_up_also_while_somebody_holds_the_commit_lock(
     tmp_path: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(owner, "_COMMIT_WAIT", timedelta(milliseconds=20))
+    monkeypatch.setattr(lease, "_COMMIT_WAIT", timedelta(milliseconds=20))
     first = take(tmp_path, "r")
-    with owner._commit_lock(tmp_path / ".reprieve"):
+    with lease._commit_lock(tmp_path / ".reprieve"):
         first.release()
     second = take(tmp_path, "r", clock=clock)
     assert (second.attempt, clock.slept) == (2, 0), "its lock was free"
@@ -298,10 +298,10 @@ def test_the_folder_is_given_up_also_while_somebody_holds_the_commit_lock(
 
 def test_a_start_that_fails_gives_the_folder_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from reprieve import StorageFull
-    from reprieve.checkpoint import room
+    from reprieve.checkpoint.buffers import staging
 
     with monkeypatch.context() as patch:
-        patch.setattr(room, "free_bytes", lambda folder: 10)
+        patch.setattr(staging, "free_bytes", lambda folder: 10)
         with pytest.raises(StorageFull):
             Checkpointer(tmp_path, model=small_model())
     Checkpointer(tmp_path, model=small_model()).close()
@@ -373,13 +373,13 @@ def test_a_child_that_is_forked_during_a_commit_does_not_keep_its_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """DataLoader workers are forked while a periodic save commits on another thread."""
-    monkeypatch.setattr(owner, "_COMMIT_WAIT", timedelta(seconds=1))
+    monkeypatch.setattr(lease, "_COMMIT_WAIT", timedelta(seconds=1))
     stop, errors, children = threading.Event(), [], []
 
     def commit() -> None:
         try:
             while not stop.is_set():
-                with owner._commit_lock(tmp_path):
+                with lease._commit_lock(tmp_path):
                     pass
         except Exception as error:  # noqa: BLE001 - for the assertion
             errors.append(error)

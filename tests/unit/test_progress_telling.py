@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import reprieve
-from reprieve.checkpoint.survey import survey
+from reprieve.checkpoint.folder.catalog import survey
 from reprieve.errors import FolderInUse, RankFailed
 from reprieve.frameworks.telling import Telling
 from reprieve.progress.facts import Checkpoints, Progress

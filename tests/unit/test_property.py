@@ -20,8 +20,8 @@ from test_torch_file import DTYPES, of_dtype
 from torch import nn
 
 from reprieve import Checkpointer, StorageError, StorageFull
-from reprieve.checkpoint.survey import survey
-from reprieve.checkpoint.verify import verify
+from reprieve.checkpoint.folder.catalog import survey
+from reprieve.checkpoint.folder.verify import verify
 
 pytestmark = pytest.mark.soak
 

@@ -17,11 +17,11 @@ from helpers import SOAK
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reprieve.checkpoint import reader as reader_module
-from reprieve.checkpoint.blocks import BLOCK_BYTES, Block, BlockPool
-from reprieve.checkpoint.checksum import digest_of
-from reprieve.checkpoint.manifest import FileEntry
-from reprieve.checkpoint.reader import CheckpointFile, Reader, Span, Target
+from reprieve.checkpoint.buffers.block_pool import BLOCK_BYTES, Block, BlockPool
+from reprieve.checkpoint.format.checksum import digest_of
+from reprieve.checkpoint.format.manifest import FileEntry
+from reprieve.checkpoint.io import reader as reader_module
+from reprieve.checkpoint.io.reader import CheckpointFile, Reader, Span, Target
 from reprieve.errors import InvalidCheckpoint
 from reprieve.storage.disk import PAGE, OpenFile
 

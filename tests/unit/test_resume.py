@@ -21,11 +21,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 from reprieve import Checkpointer, InvalidCheckpoint, NothingToResume, StorageError, StorageFull
-from reprieve.checkpoint import reader
-from reprieve.checkpoint.checksum import digest_of
-from reprieve.checkpoint.manifest import MANIFEST, SENTINEL, read_manifest
-from reprieve.checkpoint.survey import look_at, survey
-from reprieve.checkpoint.verify import verify
+from reprieve.checkpoint.folder.catalog import look_at, survey
+from reprieve.checkpoint.folder.verify import verify
+from reprieve.checkpoint.format.checksum import digest_of
+from reprieve.checkpoint.format.manifest import MANIFEST, SENTINEL, read_manifest
+from reprieve.checkpoint.io import reader
 
 
 class Counter(nn.Module):
@@ -212,10 +212,10 @@ def test_without_a_name_the_run_of_the_folder_goes_on(tmp_path: Path, monkeypatc
 
 
 def test_space_is_checked_with_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from reprieve.checkpoint import room
+    from reprieve.checkpoint.buffers import staging
 
     with Checkpointer(tmp_path, model=Counter()) as checkpointer:
-        monkeypatch.setattr(room, "free_bytes", lambda folder: 5000)
+        monkeypatch.setattr(staging, "free_bytes", lambda folder: 5000)
         with pytest.raises(StorageFull, match=rf"{tmp_path}: .* needed, 5 kB free"):
             checkpointer.save(1)
         monkeypatch.undo()
@@ -408,7 +408,7 @@ def test_a_stock_checkpoint_that_is_refused_for_now_is_not_moved(
     def refused(*_: object) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr("reprieve.checkpoint.foreign.folder.FileReader", refused)
+    monkeypatch.setattr("reprieve.checkpoint.folder.foreign.checker.FileReader", refused)
     if code == errno.EIO:
         assert resumed(tmp_path)[0] == 1
         return

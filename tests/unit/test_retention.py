@@ -18,11 +18,11 @@ from helpers import FailingDisk, manifest, pool, small_model, train
 from torch import nn
 
 from reprieve import Checkpointer, ConfigError, Fenced, InvalidCheckpoint, StorageError
-from reprieve.checkpoint import owner
-from reprieve.checkpoint.retention import Retention, reading
-from reprieve.checkpoint.retiring import Retiring
-from reprieve.checkpoint.survey import Found, survey
-from reprieve.checkpoint.verify import verify
+from reprieve.checkpoint.folder import lease
+from reprieve.checkpoint.folder.catalog import Found, survey
+from reprieve.checkpoint.folder.pruning import Retiring
+from reprieve.checkpoint.folder.retention import Retention, reading
+from reprieve.checkpoint.folder.verify import verify
 from reprieve.storage.disk import Disk
 
 
@@ -124,7 +124,7 @@ def test_a_full_disk_waits_for_what_is_about_to_go(tmp_path: Path, monkeypatch: 
     def free_bytes(_folder: Path) -> int:
         return int(2.9 * size) - size * len(steps(tmp_path)) if size else 1 << 30
 
-    monkeypatch.setattr("reprieve.checkpoint.room.free_bytes", free_bytes)
+    monkeypatch.setattr("reprieve.checkpoint.buffers.staging.free_bytes", free_bytes)
     with Checkpointer(tmp_path, model=nn.Linear(256, 256), keep=1, rng=False) as checkpointer:
         size = checkpointer.save(1).bytes
         checkpointer.save(2)
@@ -142,7 +142,7 @@ def test_little_room_is_said_once_the_size_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """At the start there is room for four: the optimizer, twice as large as the model, has no state yet."""
-    monkeypatch.setattr("reprieve.checkpoint.room.free_bytes", lambda _folder: 1_500_000)
+    monkeypatch.setattr("reprieve.checkpoint.buffers.staging.free_bytes", lambda _folder: 1_500_000)
     model = nn.Linear(256, 256)
     optimizer = torch.optim.AdamW(model.parameters())
     with Checkpointer(tmp_path, model=model, optimizer=optimizer, keep=3) as checkpointer:
@@ -167,7 +167,7 @@ def test_nothing_goes_when_the_newest_cannot_be_read_back_for_now(
 
     with Checkpointer(tmp_path, model=small_model(), keep=1) as checkpointer:
         with monkeypatch.context() as patch:
-            patch.setattr("reprieve.checkpoint.retiring.verify", refused)
+            patch.setattr("reprieve.checkpoint.folder.pruning.verify", refused)
             checkpointer.save(1)
             checkpointer.save(2)
             checkpointer.wait()
@@ -184,7 +184,7 @@ def test_what_is_older_than_the_restored_one_need_not_wait(tmp_path: Path, monke
     with Checkpointer(tmp_path, model=small_model(), keep=3) as checkpointer:
         for step in (1, 2, 3):
             checkpointer.save(step)
-    monkeypatch.setattr("reprieve.checkpoint.retiring.verify", unreadable)
+    monkeypatch.setattr("reprieve.checkpoint.folder.pruning.verify", unreadable)
     with Checkpointer(tmp_path, model=small_model(), keep=1) as checkpointer:
         checkpointer.restore()
         assert steps(tmp_path) == [3, 2, 1], "a restore removes nothing"
@@ -228,7 +228,7 @@ def test_one_that_is_read_stays_until_the_next_time(tmp_path: Path) -> None:
 
 def test_one_that_another_process_reads_stays(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from reprieve.checkpoint.retention import reading\n"
+        "import sys; from pathlib import Path; from reprieve.checkpoint.folder.retention import reading\n"
         "with reading(Path(sys.argv[1])): print('reading', flush=True); sys.stdin.read()"
     )
     with Checkpointer(tmp_path, model=small_model(), keep=1) as checkpointer:
@@ -253,7 +253,7 @@ def test_a_removal_that_was_cut_short_leaves_nothing_that_looks_valid(tmp_path: 
             checkpointer.save(step)
     for at in range(30):
         disk = FailingDisk(at, forever=True)
-        from reprieve.checkpoint.commit import clean_up, remove
+        from reprieve.checkpoint.folder.commit import clean_up, remove
 
         try:
             remove(disk, tmp_path / "checkpoint-1")
@@ -300,7 +300,7 @@ class SlowToRemove(Disk):
 
 
 def test_a_removal_that_takes_long_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owner, "_COMMIT_WAIT", timedelta(milliseconds=100))
+    monkeypatch.setattr(lease, "_COMMIT_WAIT", timedelta(milliseconds=100))
     disk = SlowToRemove()
     checkpointer = Checkpointer(tmp_path, run="r", model=small_model(), keep=1, disk=disk)
     checkpointer.save(1)

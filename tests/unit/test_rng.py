@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from reprieve.checkpoint import rng
-from reprieve.checkpoint.rng import capture_rng, restore_rng, snapshot_rng
+from reprieve import rng
+from reprieve.rng import capture_rng, restore_rng, snapshot_rng
 
 
 def agree() -> None:

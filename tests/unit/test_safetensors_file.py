@@ -14,7 +14,7 @@ from test_torch_file import BASE, DTYPES, of_dtype
 from torch import nn
 
 from reprieve import Checkpointer, StateError
-from reprieve.checkpoint.safetensors_file import can_hold, layout_safetensors
+from reprieve.checkpoint.format.safetensors_layout import can_hold, layout_safetensors
 
 HELD = [dtype for dtype in DTYPES if can_hold(torch.empty(0, dtype=dtype))]
 

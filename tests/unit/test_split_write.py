@@ -28,15 +28,16 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 
-from reprieve.checkpoint import division, edges
-from reprieve.checkpoint.blocks import BLOCK_BYTES, Block, BlockPool
-from reprieve.checkpoint.division import FilePart, blocks_needed, divide
-from reprieve.checkpoint.manifest import MANIFEST, FileEntry
-from reprieve.checkpoint.plan import plan
-from reprieve.checkpoint.reader import Reader, Target
-from reprieve.checkpoint.saving import _entry
-from reprieve.checkpoint.state import State
-from reprieve.checkpoint.writer import Crcs, Writer
+from reprieve.checkpoint.buffers.block_pool import BLOCK_BYTES, Block, BlockPool
+from reprieve.checkpoint.format.manifest import MANIFEST, FileEntry
+from reprieve.checkpoint.io import partition
+from reprieve.checkpoint.io.partition import FilePart, blocks_needed, divide
+from reprieve.checkpoint.io.reader import Reader, Target
+from reprieve.checkpoint.io.writer import Crcs, Writer
+from reprieve.checkpoint.save import page_exchange
+from reprieve.checkpoint.save.job import _entry
+from reprieve.checkpoint.save.plan import plan
+from reprieve.checkpoint.state.state import State
 from reprieve.errors import InvalidCheckpoint, StateError
 from reprieve.storage.disk import PAGE, Disk, OpenFile
 
@@ -66,8 +67,8 @@ def folder(where: Path = FOLDERS[-1]) -> Iterator[Path]:
 def small_pieces(share: int = PAGE, block: int = 16 * PAGE) -> Iterator[None]:
     """What takes megabytes otherwise happens in a few pages."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(division, "_SHARE_BYTES", share)
-        patch.setattr(division, "BLOCK_BYTES", block)
+        patch.setattr(partition, "_SHARE_BYTES", share)
+        patch.setattr(partition, "BLOCK_BYTES", block)
         yield
 
 
@@ -91,7 +92,7 @@ def write_together(
         writers[0].create()
         letters: dict[tuple[int, int], bytes] = {}
         for rank in shuffled(ranks, chance):
-            for to, bundle in edges.outgoing(by_rank[rank], rank, pools[rank]).items():
+            for to, bundle in page_exchange.outgoing(by_rank[rank], rank, pools[rank]).items():
                 letters[rank, to] = bundle
             if staged is not None and staged[rank]:
                 writers[rank].stage()
@@ -99,8 +100,8 @@ def write_together(
         crcs: dict[str, Crcs] = {}
         for rank in shuffled(ranks, chance):
             writers[rank].create()
-            received = {frm: letters.pop((frm, rank)) for frm in edges.senders(by_rank[rank], rank)}
-            written = writers[rank].write(edges.incoming(by_rank[rank], rank, received))
+            received = {frm: letters.pop((frm, rank)) for frm in page_exchange.senders(by_rank[rank], rank)}
+            written = writers[rank].write(page_exchange.incoming(by_rank[rank], rank, received))
             for name, known in written.items():
                 for number, stretches in known.items():
                     crcs.setdefault(name, {}).setdefault(number, []).extend(stretches)
@@ -206,12 +207,14 @@ def together_in_threads(
         try:
             with Writer(Disk(), pools[rank], root, by_rank[rank]) as writer:
                 writer.create()
-                letters.update({(rank, to): it for to, it in edges.outgoing(by_rank[rank], rank, pools[rank]).items()})
+                letters.update(
+                    {(rank, to): it for to, it in page_exchange.outgoing(by_rank[rank], rank, pools[rank]).items()}
+                )
                 if staged:
                     writer.stage()
                 barrier.wait()
-                received = {frm: letters[frm, rank] for frm in edges.senders(by_rank[rank], rank)}
-                for name, known in writer.write(edges.incoming(by_rank[rank], rank, received)).items():
+                received = {frm: letters[frm, rank] for frm in page_exchange.senders(by_rank[rank], rank)}
+                for name, known in writer.write(page_exchange.incoming(by_rank[rank], rank, received)).items():
                     for number, stretches in known.items():
                         crcs.setdefault(name, {}).setdefault(number, []).extend(stretches)
                 barrier.wait()

@@ -13,7 +13,7 @@ from helpers import assert_same, copied, restored, saved, small_model, train
 from torch import nn
 
 from reprieve import Checkpointer, ConfigError, NothingToResume, StateMismatch, UnsafeState
-from reprieve.checkpoint.state import State
+from reprieve.checkpoint.state.state import State
 
 # Optimizers, schedulers, scalers
 

@@ -16,10 +16,10 @@ import torch
 from helpers import assert_same, bits, pool, write_layouts
 
 from reprieve import StateError
-from reprieve.checkpoint.layout import Deferred
-from reprieve.checkpoint.reader import Reader
-from reprieve.checkpoint.torch_file import layout_torch
-from reprieve.checkpoint.torch_load import TorchFile
+from reprieve.checkpoint.format.layout import Deferred
+from reprieve.checkpoint.format.torch_layout import layout_torch
+from reprieve.checkpoint.io.reader import Reader
+from reprieve.checkpoint.restore.torch_reader import TorchFile
 
 DTYPES = [
     torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from reprieve import Checkpointer
-from reprieve.checkpoint import reader
+from reprieve.checkpoint.io import reader
 from reprieve.launch.warm import Warming
 from reprieve.storage.disk import read_from_cache
 

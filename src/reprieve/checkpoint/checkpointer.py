@@ -23,26 +23,27 @@ from typing import Any
 
 import torch
 
-from reprieve.checkpoint import finished, names, resume
-from reprieve.checkpoint.answers import Restored, Save
-from reprieve.checkpoint.asked import Asked, check_same_step
-from reprieve.checkpoint.background import Background
-from reprieve.checkpoint.blocks import BLOCK_BYTES, BlockPool
-from reprieve.checkpoint.due import Due
-from reprieve.checkpoint.fingerprint import parts_of
-from reprieve.checkpoint.layout import FileLayout
-from reprieve.checkpoint.loadable import check_loadable
-from reprieve.checkpoint.owner import Member, Owner, OwnerRecord, acquire, join
-from reprieve.checkpoint.plan import SHARD_BYTES, Plan, plan
-from reprieve.checkpoint.retention import Retention, reading
-from reprieve.checkpoint.retiring import Retiring
-from reprieve.checkpoint.room import StagingRoom, bytes_on_disk, check_room
-from reprieve.checkpoint.saving import Saving
+from reprieve.checkpoint.buffers.block_pool import BLOCK_BYTES, BlockPool
+from reprieve.checkpoint.buffers.staging import StagingRoom, bytes_on_disk, check_room
+from reprieve.checkpoint.coordinated_schedule import Due
+from reprieve.checkpoint.folder import finished_marker, paths
+from reprieve.checkpoint.folder.catalog import Found, survey
+from reprieve.checkpoint.folder.lease import Member, Owner, OwnerRecord, acquire, join
+from reprieve.checkpoint.folder.pruning import Retiring
+from reprieve.checkpoint.folder.retention import Retention, reading
+from reprieve.checkpoint.folder.verify import verify
+from reprieve.checkpoint.format.layout import FileLayout
+from reprieve.checkpoint.restore import resume
+from reprieve.checkpoint.results import Restored, Save
+from reprieve.checkpoint.save.background import Background
+from reprieve.checkpoint.save.job import Saving
+from reprieve.checkpoint.save.plan import SHARD_BYTES, Plan, plan
+from reprieve.checkpoint.save.request import Asked, check_same_step
+from reprieve.checkpoint.save.throughput import Running, Speed
+from reprieve.checkpoint.save.weights_only_check import check_loadable
 from reprieve.checkpoint.schedule import Every, Schedule
-from reprieve.checkpoint.speed import Running, Speed
-from reprieve.checkpoint.state import State
-from reprieve.checkpoint.survey import Found, survey
-from reprieve.checkpoint.verify import verify
+from reprieve.checkpoint.state.fingerprint import parts_of
+from reprieve.checkpoint.state.state import State
 from reprieve.clock import Clock, SystemClock
 from reprieve.config import parse_duration, parse_size
 from reprieve.errors import ConfigError, InvalidCheckpoint, RankFailed, RanksError, StorageFull
@@ -212,7 +213,7 @@ class Checkpointer:
             raise ConfigError(f"step={step}: steps count from 0")
         if self._closed:
             raise ConfigError(f"the checkpointer of {self.root} is closed: make a new one")
-        target = names.checkpoint(self.root, step)
+        target = paths.checkpoint(self.root, step)
         asked = Asked(step, epoch, metrics, values, files, unrequested, replace)
         self._ending = within is not None
         if within is not None:
@@ -296,7 +297,7 @@ class Checkpointer:
         manifest = asked.manifest(created, self._owner, self._ranks, parent=self._parent, state=self._state.names)
         return Saving(
             self._disk, self._pool, self._ranks, self._owner,
-            root=self.root, folder=names.saving(self.root, asked.step, self.attempt),
+            root=self.root, folder=paths.saving(self.root, asked.step, self.attempt),
             plan=self._plan(asked.values, files), manifest=manifest, number=self._saves,
             progress=self._speed.counting(progress),
         )  # fmt: skip
@@ -305,7 +306,7 @@ class Checkpointer:
         with self._speed:
             job.finish()
         self._saved.add(target)
-        self._retiring.saved(names.step_of(target))
+        self._retiring.saved(paths.step_of(target))
 
     def _reason_to_replace(self, target: Path) -> str | None:
         """Why what stands at `target` does not count as this save; None if it does."""
@@ -397,7 +398,7 @@ class Checkpointer:
 
         def note() -> None:
             if isinstance(self._owner, Owner):
-                finished.write(self._disk, self.root, self._owner, step, asked)
+                finished_marker.write(self._disk, self.root, self._owner, step, asked)
 
         with self._explained():
             self._ranks.agree("finish", note)
@@ -500,6 +501,6 @@ class Checkpointer:
 
     def verify(self, step: int, *, progress: Progress | None = None) -> Found:
         """Read every byte of a checkpoint; InvalidCheckpoint says what is wrong."""
-        path = names.checkpoint(self.root, step)
+        path = paths.checkpoint(self.root, step)
         with self._explained(), reading(path):
             return verify(path, self._pool, progress=progress)

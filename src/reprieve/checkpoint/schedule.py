@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-from reprieve.checkpoint.interval import FIRST, Auto
+from reprieve.checkpoint.auto_interval import FIRST, Auto
 from reprieve.clock import Clock, SystemClock
 from reprieve.config import parse_duration
 from reprieve.errors import ConfigError

@@ -58,7 +58,7 @@ def _existing(folder: Path) -> Path:
 
 
 def _newest_bytes(folder: Path) -> int | None:
-    from reprieve.checkpoint.survey import survey
+    from reprieve.checkpoint.folder.catalog import survey
 
     found = [one for one in survey(folder) if one.problem is None] if folder.is_dir() else []
     return found[0].bytes if found else None

@@ -18,7 +18,7 @@ from reprieve.cli.target import checkpoints_at
 from reprieve.config import format_size
 
 if TYPE_CHECKING:
-    from reprieve.checkpoint.survey import Found
+    from reprieve.checkpoint.folder.catalog import Found
 
 
 def arguments(parser: ArgumentParser) -> None:

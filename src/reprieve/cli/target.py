@@ -9,20 +9,20 @@ from reprieve.storage.disk import explain
 from reprieve.storage.uri import local_path
 
 if TYPE_CHECKING:
-    from reprieve.checkpoint.survey import Found
+    from reprieve.checkpoint.folder.catalog import Found
 
 
 def checkpoints_at(uri: str) -> list[Found]:
     """The checkpoints of a folder, newest first, or the one that is named."""
-    from reprieve.checkpoint import names
-    from reprieve.checkpoint.manifest import MANIFEST
-    from reprieve.checkpoint.survey import look_at, survey
+    from reprieve.checkpoint.folder import paths
+    from reprieve.checkpoint.folder.catalog import look_at, survey
+    from reprieve.checkpoint.format.manifest import MANIFEST
 
     path = local_path(uri)
     try:
         if not path.is_dir():
             raise ConfigError(f"{path} is not a folder" if path.exists() else f"{path} does not exist")
-        if names.step_of(path) is not None or (path / MANIFEST).exists():
+        if paths.step_of(path) is not None or (path / MANIFEST).exists():
             return [look_at(path)]
         return survey(path)
     except OSError as error:

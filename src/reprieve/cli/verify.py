@@ -21,7 +21,7 @@ from reprieve.cli.target import checkpoints_at
 from reprieve.errors import InvalidCheckpoint
 
 if TYPE_CHECKING:
-    from reprieve.checkpoint.survey import Found
+    from reprieve.checkpoint.folder.catalog import Found
 
 
 def arguments(parser: ArgumentParser) -> None:
@@ -49,9 +49,9 @@ def main(args: Namespace) -> int:
 
 def _verify_one(one: Found) -> dict[str, Any] | None:
     """None if it is gone: a run that is training removes what it no longer wants."""
-    from reprieve.checkpoint.blocks import BlockPool
-    from reprieve.checkpoint.retention import reading
-    from reprieve.checkpoint.verify import verify as verify_checkpoint
+    from reprieve.checkpoint.buffers.block_pool import BlockPool
+    from reprieve.checkpoint.folder.retention import reading
+    from reprieve.checkpoint.folder.verify import verify as verify_checkpoint
 
     columns = (
         TextColumn("{task.description}", markup=False),

@@ -12,9 +12,9 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from reprieve.checkpoint.rng import restore_rng
 from reprieve.data import hf_streams
 from reprieve.data.sampling import Blank
+from reprieve.rng import restore_rng
 
 
 class PositionError(Exception):

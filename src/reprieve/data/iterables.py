@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from reprieve.checkpoint.rng import capture_rng
 from reprieve.data import hf_streams
 from reprieve.data.children import end, noted
 from reprieve.data.datasets import is_stateful
@@ -23,6 +22,7 @@ from reprieve.data.dealing import Dealing
 from reprieve.data.passes import Enter, Pass
 from reprieve.data.randomness import Randomness, restore_global
 from reprieve.data.replay import NO_STATE, read_again
+from reprieve.rng import capture_rng
 
 
 class IterableSource:

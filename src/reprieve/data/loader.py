@@ -22,7 +22,6 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
-from reprieve.checkpoint.rng import RngSnapshot, capture_rng, snapshot_rng
 from reprieve.data.children import end, noted
 from reprieve.data.datasets import Answering, Followed, Items, PositionError, is_stateful
 from reprieve.data.dealing import Dealing, apart, behind, size_of
@@ -32,6 +31,7 @@ from reprieve.data.randomness import Randomness, restore_global
 from reprieve.data.replay import NO_STATE, read_again
 from reprieve.data.sampling import Indices, Plan
 from reprieve.data.workers import Collate, Shipped, Start, Workers
+from reprieve.rng import RngSnapshot, capture_rng, snapshot_rng
 
 log = logging.getLogger("reprieve")
 

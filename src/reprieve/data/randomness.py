@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from reprieve.checkpoint.rng import capture_rng, restore_rng
 from reprieve.data.datasets import is_stateful
+from reprieve.rng import capture_rng, restore_rng
 
 _HOLDERS = ("sampler", "batch_sampler", "dataset")
 _GENERATORS = ("generator", "synchronized_generator")

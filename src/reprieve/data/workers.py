@@ -16,9 +16,9 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
-from reprieve.checkpoint.rng import RngSnapshot, restore_rng, snapshot_rng
 from reprieve.data.datasets import Items
 from reprieve.data.sampling import Blank
+from reprieve.rng import RngSnapshot, restore_rng, snapshot_rng
 
 Shipped = tuple[Any, int, bytes | None, bytes | None]
 """A batch on its way: the batch, the worker's number, its random numbers after it (None: as before), and the dataset's

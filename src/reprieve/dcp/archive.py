@@ -12,8 +12,8 @@ from typing import Any, cast
 
 import torch
 
-from reprieve.checkpoint.reader import CheckpointFile, Target
-from reprieve.checkpoint.torch_load import TorchFile, meta_storage
+from reprieve.checkpoint.io.reader import CheckpointFile, Target
+from reprieve.checkpoint.restore.torch_reader import TorchFile, meta_storage
 from reprieve.errors import InvalidCheckpoint
 
 

@@ -23,11 +23,11 @@ import re
 from functools import partial
 from pathlib import Path
 
-from reprieve.checkpoint import commit
-from reprieve.checkpoint.manifest import MANIFEST, SENTINEL, Manifest, read_manifest
-from reprieve.checkpoint.resume import make_root
-from reprieve.checkpoint.survey import look_at
-from reprieve.checkpoint.workers import Workers
+from reprieve.checkpoint.buffers.thread_pool import Workers
+from reprieve.checkpoint.folder import commit
+from reprieve.checkpoint.folder.catalog import look_at
+from reprieve.checkpoint.format.manifest import MANIFEST, SENTINEL, Manifest, read_manifest
+from reprieve.checkpoint.restore.resume import make_root
 from reprieve.errors import CheckpointError, Fenced, FolderInUse, InvalidCheckpoint
 from reprieve.storage.disk import Disk
 

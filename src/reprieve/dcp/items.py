@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from reprieve.checkpoint.blocks import Block
-from reprieve.checkpoint.garbage import collection_paused
-from reprieve.checkpoint.layout import BytesSource, Deferred, FileLayout, Segment, Source, source_of
-from reprieve.checkpoint.torch_file import layout_torch
+from reprieve.checkpoint.buffers.block_pool import Block
+from reprieve.checkpoint.buffers.gc_pause import collection_paused
+from reprieve.checkpoint.format.layout import BytesSource, Deferred, FileLayout, Segment, Source, source_of
+from reprieve.checkpoint.format.torch_layout import layout_torch
 from reprieve.dcp.metadata import storage_info
 from reprieve.errors import StateError
 

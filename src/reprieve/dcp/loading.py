@@ -17,10 +17,10 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
-from reprieve.checkpoint.blocks import BlockPool
-from reprieve.checkpoint.foreign.files import FileReader
-from reprieve.checkpoint.reader import Target
-from reprieve.checkpoint.sinks import HostSink
+from reprieve.checkpoint.buffers.block_pool import BlockPool
+from reprieve.checkpoint.folder.foreign.file_reader import FileReader
+from reprieve.checkpoint.io.destinations import HostSink
+from reprieve.checkpoint.io.reader import Target
 from reprieve.dcp.archive import PlainTensor
 from reprieve.dcp.regions import Box, in_between, targets_of
 from reprieve.dcp.saved import Saved

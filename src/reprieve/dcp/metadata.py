@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 
-from reprieve.checkpoint.foreign.dcp import METADATA_GLOBALS
+from reprieve.checkpoint.folder.foreign.dcp import METADATA_GLOBALS
 from reprieve.errors import InvalidCheckpoint
 
 DATA_OFFSET = "data_offset"

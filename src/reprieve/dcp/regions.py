@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
-from reprieve.checkpoint.blocks import Block
-from reprieve.checkpoint.reader import Target
-from reprieve.checkpoint.sinks import tensor_sink
+from reprieve.checkpoint.buffers.block_pool import Block
+from reprieve.checkpoint.io.destinations import tensor_sink
+from reprieve.checkpoint.io.reader import Target
 
 _MOST_TARGETS = 1024
 """Boxes that fall into more groups of rows than this go through memory in between: a group costs about 10 µs."""

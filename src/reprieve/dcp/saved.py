@@ -14,11 +14,11 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from reprieve.checkpoint.blocks import BLOCK_BYTES, BlockPool
-from reprieve.checkpoint.foreign.files import FileReader
-from reprieve.checkpoint.foreign.torch_zip import check_archive
-from reprieve.checkpoint.manifest import SENTINEL, Manifest, read_manifest
-from reprieve.checkpoint.reader import CheckpointFile, Reader, Target
+from reprieve.checkpoint.buffers.block_pool import BLOCK_BYTES, BlockPool
+from reprieve.checkpoint.folder.foreign.file_reader import FileReader
+from reprieve.checkpoint.folder.foreign.torch_zip import check_archive
+from reprieve.checkpoint.format.manifest import SENTINEL, Manifest, read_manifest
+from reprieve.checkpoint.io.reader import CheckpointFile, Reader, Target
 from reprieve.dcp import folder, metadata
 from reprieve.dcp.archive import PlainTensor, Slice, open_item
 from reprieve.errors import InvalidCheckpoint

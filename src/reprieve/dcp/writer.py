@@ -30,10 +30,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from reprieve._version import __version__
-from reprieve.checkpoint.blocks import BLOCK_BYTES, BlockPool
-from reprieve.checkpoint.checksum import digest_of
-from reprieve.checkpoint.manifest import FileEntry, Manifest
-from reprieve.checkpoint.writer import Writer
+from reprieve.checkpoint.buffers.block_pool import BLOCK_BYTES, BlockPool
+from reprieve.checkpoint.format.checksum import digest_of
+from reprieve.checkpoint.format.manifest import FileEntry, Manifest
+from reprieve.checkpoint.io.writer import Writer
 from reprieve.config import format_size
 from reprieve.dcp import folder
 from reprieve.dcp import metadata as metadata_file

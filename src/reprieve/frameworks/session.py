@@ -19,8 +19,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from reprieve.checkpoint.answers import Restored, Save
 from reprieve.checkpoint.checkpointer import Checkpointer
+from reprieve.checkpoint.results import Restored, Save
 from reprieve.clock import Clock
 from reprieve.config import parse_duration
 from reprieve.console import show_logs

@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from reprieve.checkpoint.answers import Restored, Save
 from reprieve.checkpoint.checkpointer import Checkpointer
-from reprieve.checkpoint.fingerprint import fingerprints
-from reprieve.checkpoint.survey import Found
+from reprieve.checkpoint.folder.catalog import Found
+from reprieve.checkpoint.results import Restored, Save
+from reprieve.checkpoint.state.fingerprint import fingerprints
 from reprieve.errors import OwnershipError, RankFailed, needs_a_person
 from reprieve.progress import cluster, report
 from reprieve.progress.publisher import Publisher

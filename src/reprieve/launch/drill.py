@@ -206,7 +206,7 @@ class Drill:
 
     def _copy_newest(self, original: Path, scratch: Path) -> dict[str, str]:
         """What the job would go on from; with what has to be in the environment for that."""
-        from reprieve.checkpoint.survey import survey
+        from reprieve.checkpoint.folder.catalog import survey
 
         found = (
             [one for one in survey(original) if one.problem is None and not one.set_aside] if original.is_dir() else []

@@ -33,7 +33,7 @@ def find_next_start(checkpoints: str) -> NextStart | None:
     found: list[NextStart] = []
 
     def look() -> None:
-        from reprieve.checkpoint.survey import survey
+        from reprieve.checkpoint.folder.catalog import survey
 
         with contextlib.suppress(OSError, ReprieveError):
             folder = local_path(checkpoints)

@@ -40,12 +40,12 @@ class Warming:
             self._read_newest(self._uri)
 
     def _read_newest(self, uri: str) -> None:
-        from reprieve.checkpoint.blocks import BlockPool
-        from reprieve.checkpoint.memory import available_bytes
-        from reprieve.checkpoint.reader import Cache
-        from reprieve.checkpoint.retention import reading
-        from reprieve.checkpoint.survey import survey
-        from reprieve.checkpoint.verify import verify
+        from reprieve.checkpoint.buffers.available_memory import available_bytes
+        from reprieve.checkpoint.buffers.block_pool import BlockPool
+        from reprieve.checkpoint.folder.catalog import survey
+        from reprieve.checkpoint.folder.retention import reading
+        from reprieve.checkpoint.folder.verify import verify
+        from reprieve.checkpoint.io.reader import Cache
         from reprieve.errors import InvalidCheckpoint
         from reprieve.storage.uri import local_path
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from reprieve.checkpoint.rng import capture_rng, restore_rng
+from reprieve.rng import capture_rng, restore_rng
 
 _LONG = 0.25
 """The part of the grace period from which on a step is long."""

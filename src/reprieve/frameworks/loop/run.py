@@ -18,9 +18,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from reprieve.checkpoint.answers import Restored
 from reprieve.checkpoint.checkpointer import Checkpointer
-from reprieve.checkpoint.rng import capture_rng, restore_rng
+from reprieve.checkpoint.results import Restored
 from reprieve.checkpoint.schedule import Every
 from reprieve.clock import Clock
 from reprieve.errors import ConfigError, StateMismatch
@@ -36,6 +35,7 @@ from reprieve.frameworks.telling import Position
 from reprieve.preemption.ending import ending
 from reprieve.progress.facts import EVALUATING
 from reprieve.ranks.group import LIMIT, Ranks
+from reprieve.rng import capture_rng, restore_rng
 from reprieve.settings import resolve
 from reprieve.storage.disk import Disk
 

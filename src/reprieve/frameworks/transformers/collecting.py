@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from reprieve.checkpoint.layout import FileLayout, LayoutBuilder, bytes_layout
-from reprieve.checkpoint.safetensors_file import can_hold, layout_one
-from reprieve.checkpoint.torch_file import layout_torch, tensors_in
+from reprieve.checkpoint.format.layout import FileLayout, LayoutBuilder, bytes_layout
+from reprieve.checkpoint.format.safetensors_layout import can_hold, layout_one
+from reprieve.checkpoint.format.torch_layout import layout_torch, tensors_in
 
 _LARGE = 2**20
 """Bytes of tensors from which on a file is worth streaming. Smaller ones are as torch writes them."""

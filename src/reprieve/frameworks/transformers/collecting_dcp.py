@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from reprieve.checkpoint.layout import FileLayout, bytes_layout
+from reprieve.checkpoint.format.layout import FileLayout, bytes_layout
 from reprieve.dcp import metadata as metadata_file
 from reprieve.dcp.items import lay_out
 

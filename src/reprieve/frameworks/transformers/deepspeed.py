@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from reprieve.checkpoint.foreign import deepspeed as files
+from reprieve.checkpoint.folder.foreign import deepspeed as files
 from reprieve.config import format_size
 from reprieve.errors import ConfigError, StateMismatch
 from reprieve.frameworks.transformers.loading import explained, of_another_model

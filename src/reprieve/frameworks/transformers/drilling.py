@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from reprieve.checkpoint.fingerprint import RANDOM_NUMBERS, parts_of
-from reprieve.checkpoint.state import State
+from reprieve.checkpoint.state.fingerprint import RANDOM_NUMBERS, parts_of
+from reprieve.checkpoint.state.state import State
 from reprieve.frameworks.transformers import deepspeed, moment
 from reprieve.frameworks.transformers.seeking import Seeking
 

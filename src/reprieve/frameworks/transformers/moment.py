@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from transformers.trainer_callback import ExportableState
 
-from reprieve.checkpoint.rng import capture_rng
 from reprieve.data.randomness import restore_global
 from reprieve.frameworks.transformers import loading
+from reprieve.rng import capture_rng
 
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 _LOSSES = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step")  # not every version has them all

@@ -12,11 +12,11 @@ from typing import Any
 
 from transformers import trainer as stock
 
-from reprieve.checkpoint import names
+from reprieve.checkpoint.folder import paths
 from reprieve.frameworks.session import Session
 from reprieve.frameworks.transformers.replacing import replaced
 
-_HIDDEN = (f"{names.OWNER_FOLDER}/*", ".checkpoint-*", "previous-*")
+_HIDDEN = (f"{paths.OWNER_FOLDER}/*", ".checkpoint-*", "previous-*")
 _OURS = [*_HIDDEN, *(f"train-*/{one}" for one in (*_HIDDEN, "checkpoint-*"))]
 """In `output_dir`, as the hub's patterns have it. Transformers leaves out only `checkpoint-*`: the name of this machine
 would be published, and a save that is under way would be uploaded, or be gone before it is."""
@@ -40,7 +40,7 @@ class Pushing:
     def push(self, session: Session) -> None:
         """The last checkpoint, which is committed. In the grace period there is no time for it."""
         if self._trainer.args.push_to_hub and session.last_saved and session.guard.stop is None:
-            self._trainer._push_from_checkpoint(str(names.checkpoint(session.root, session.last_saved)))
+            self._trainer._push_from_checkpoint(str(paths.checkpoint(session.root, session.last_saved)))
 
     def stop(self) -> None:
         """What waits for its turn is not uploaded any more."""

@@ -10,11 +10,11 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from reprieve.checkpoint.rng import capture_rng, restore_rng
 from reprieve.frameworks.session import Session
 from reprieve.frameworks.transformers import loading, moment, place, starting
 from reprieve.frameworks.transformers.replacing import given
 from reprieve.frameworks.transformers.seeking import Seeking
+from reprieve.rng import capture_rng, restore_rng
 
 log = logging.getLogger("reprieve")
 

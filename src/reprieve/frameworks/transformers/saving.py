@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers.trainer_callback import TrainerCallback
 
-from reprieve.checkpoint import names
-from reprieve.checkpoint.layout import FileLayout
+from reprieve.checkpoint.folder import paths
+from reprieve.checkpoint.format.layout import FileLayout
 from reprieve.errors import RankFailed, RanksError
 from reprieve.frameworks.session import Session
 from reprieve.frameworks.transformers import deepspeed
@@ -55,8 +55,8 @@ class Contents:
         storage that fails one rank meanwhile fails the save only once all are through: then training may go on.
         """
         step, ranks = self._trainer.state.global_step, session.ranks
-        scratch = names.collecting(session.root, step, session.checkpointer.attempt, ranks.rank)
-        folder = names.checkpoint(scratch, step)
+        scratch = paths.collecting(session.root, step, session.checkpointer.attempt, ranks.rank)
+        folder = paths.checkpoint(scratch, step)
         found: list[FileLayout] = []
         failed: OSError | None = None
 
@@ -105,7 +105,7 @@ class Contents:
         a step that Hugging Face would not have saved: the best checkpoint of an undisturbed run is none of those."""
         state = self._trainer.state
         if state.best_global_step == state.global_step == self.asked_at:
-            state.best_model_checkpoint = str(names.checkpoint(root, state.global_step))
+            state.best_model_checkpoint = str(paths.checkpoint(root, state.global_step))
 
     def size(self, rank: int) -> int:
         """About how many bytes this rank will write. The optimizer has its state."""

@@ -15,11 +15,11 @@ from typing import Any
 from transformers import TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from reprieve.checkpoint import names
-from reprieve.checkpoint.answers import Restored
-from reprieve.checkpoint.blocks import BlockPool
-from reprieve.checkpoint.survey import survey
-from reprieve.checkpoint.verify import verify
+from reprieve.checkpoint.buffers.block_pool import BlockPool
+from reprieve.checkpoint.folder import paths
+from reprieve.checkpoint.folder.catalog import survey
+from reprieve.checkpoint.folder.verify import verify
+from reprieve.checkpoint.results import Restored
 from reprieve.config import format_size
 from reprieve.errors import ConfigError, InvalidCheckpoint, StateMismatch
 from reprieve.frameworks.session import Session
@@ -173,7 +173,7 @@ def _newest_near(path: Path) -> Path | None:
 
 def step_of(checkpoint: str | None) -> int | None:
     """Of a checkpoint's folder."""
-    return names.step_of(Path(checkpoint)) if checkpoint else None
+    return paths.step_of(Path(checkpoint)) if checkpoint else None
 
 
 def check_length(state: Any, max_steps: int) -> None:

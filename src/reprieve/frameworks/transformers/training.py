@@ -19,7 +19,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from reprieve.checkpoint.rng import capture_rng, restore_rng
 from reprieve.frameworks import ddp
 from reprieve.frameworks.session import Session
 from reprieve.frameworks.telling import Position, in_drill
@@ -31,6 +30,7 @@ from reprieve.frameworks.transformers.saving import Contents
 from reprieve.frameworks.transformers.seeking import Seeking, sought
 from reprieve.preemption.ending import ending
 from reprieve.progress.facts import EVALUATING
+from reprieve.rng import capture_rng, restore_rng
 from reprieve.settings import NEVER, Settings
 
 

@@ -1,0 +1,1 @@
+"""The memory that bytes pass through between tensors and storage."""

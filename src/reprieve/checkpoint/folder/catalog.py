@@ -1,0 +1,173 @@
+"""What is in a checkpoint folder, newest first, and whether each of it can be used.
+
+A survey is quick: it trusts a manifest whose own checksum holds and whose files have the right sizes. Bytes are
+verified by whoever reads them (`restore`, `verify`). A folder without our manifest is foreign, if no file
+in it says that it is ours: `check_foreign` reads it whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+from reprieve.checkpoint.folder import paths
+from reprieve.checkpoint.folder.commit import SET_ASIDE
+from reprieve.checkpoint.format.manifest import ARCHIVE_MARK, MANIFEST, SENTINEL, Manifest, read_manifest
+from reprieve.errors import InvalidCheckpoint
+from reprieve.storage.disk import DAMAGE
+
+_TAIL_BYTES = 512
+"""The end of a zip: 22 bytes and the comment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One checkpoint on storage."""
+
+    path: Path
+    step: int
+    manifest: Manifest | None
+    """None: foreign, or not readable."""
+    problem: str | None
+    """Why it cannot be used; None if nothing speaks against it so far."""
+    bytes: int
+    created: datetime
+    refused: OSError | None = None
+    """The problem, where it is not the checkpoint's: the storage does not let us look."""
+
+    def check(self) -> None:
+        """Raise what speaks against it."""
+        if self.refused is not None:
+            raise self.refused
+        if self.problem is not None:
+            raise InvalidCheckpoint(self.problem, path=self.path)
+
+    @property
+    def set_aside(self) -> bool:
+        return paths.step_of(self.path) is None
+
+    @property
+    def foreign(self) -> bool:
+        return self.manifest is None and self.problem is None
+
+
+def survey(root: Path) -> list[Found]:
+    """Every checkpoint in the folder, newest first, the ones that were set aside at the end."""
+    if not root.is_dir():
+        return []
+    here, aside = [], []
+    for path in root.iterdir():
+        try:
+            if (step := paths.step_of(path)) is not None:
+                found = look_at(path, step)
+                if found.problem is None or os.path.lexists(path):
+                    here.append(found)
+            elif (step := paths.step_of_aside(path)) is not None:
+                aside.append(_set_aside(path, step))
+        except FileNotFoundError:
+            if os.path.lexists(path):
+                raise
+            # Retention took it away while we looked.
+    return [
+        *sorted(here, key=lambda found: -found.step),
+        *sorted(aside, key=lambda found: (-found.step, found.path.name)),
+    ]
+
+
+def look_at(path: Path, step: int | None = None) -> Found:
+    """One checkpoint, quickly; FileNotFoundError where there is none."""
+    step = step if step is not None else paths.step_of(path)
+    created = _created(path)
+    try:
+        manifest, problem = _manifest_of(path, step)
+        size = _bytes(path) if manifest is None else manifest.size
+    except OSError as error:
+        refused = None if error.errno in DAMAGE else error
+        return Found(path, step or 0, None, f"cannot be read: {error.strerror}", 0, created, refused)
+    if manifest is None:
+        return Found(path, step or 0, None, problem, size, created)
+    return Found(
+        path,
+        step if step is not None else manifest.step,
+        manifest,
+        problem,
+        size,
+        datetime.fromisoformat(manifest.created),
+    )
+
+
+def _manifest_of(path: Path, step: int | None) -> tuple[Manifest | None, str | None]:
+    """The manifest, None where there is none that can be read; and why the checkpoint cannot be used."""
+    manifest = None
+    try:
+        if not path.is_dir() or path.is_symlink():
+            raise InvalidCheckpoint("not a folder")
+        if (path / SENTINEL).exists():
+            raise InvalidCheckpoint(f"the save never finished ({SENTINEL} is there)")
+        try:
+            manifest = read_manifest(path)
+        except FileNotFoundError:
+            _refuse_ours(path)
+            return None, None
+        if step is not None and manifest.step != step:
+            raise InvalidCheckpoint(f"{MANIFEST} belongs to checkpoint-{manifest.step}")
+        _check_files(path, manifest)
+    except InvalidCheckpoint as error:
+        return manifest, error.reason
+    return manifest, None
+
+
+def _refuse_ours(path: Path) -> None:
+    """One of ours has a manifest. Where that got lost, nobody can tell whether the rest is whole, and of which run."""
+    for file in sorted(path.iterdir()):
+        if file.suffix in (".pt", ".pth") and stat.S_ISREG(file.lstat().st_mode):
+            with file.open("rb") as opened:
+                opened.seek(max(0, opened.seek(0, os.SEEK_END) - _TAIL_BYTES))
+                _, _, end = opened.read().rpartition(b"PK\x05\x06")
+            if end[18:].startswith(ARCHIVE_MARK):
+                raise InvalidCheckpoint(f"{MANIFEST} is missing ({file.name} says that Reprieve wrote this)")
+
+
+def _check_files(path: Path, manifest: Manifest) -> None:
+    for name, entry in manifest.files.items():
+        file = path / name
+        # Links could lead out of the folder, or to something that changes under us.
+        if any(parent.is_symlink() for parent in file.parents if parent.is_relative_to(path)):
+            raise InvalidCheckpoint(f"{name} leads out of the checkpoint", path=path)
+        try:
+            info = file.lstat()
+        except OSError as error:
+            if error.errno not in DAMAGE:
+                raise
+            raise InvalidCheckpoint(f"{name} is missing", path=path) from error
+        if not stat.S_ISREG(info.st_mode):
+            raise InvalidCheckpoint(f"{name} is not a plain file", path=path)
+        if info.st_size != entry.bytes:
+            raise InvalidCheckpoint(f"{name} has {info.st_size:,} bytes instead of {entry.bytes:,}", path=path)
+
+
+def _set_aside(path: Path, step: int) -> Found:
+    try:
+        reason = json.loads((path / SET_ASIDE).read_bytes())["reason"]
+    except (OSError, ValueError, KeyError, TypeError):
+        reason = "unknown"
+    return Found(path, step, None, f"set aside: {reason}", _bytes(path), _created(path))
+
+
+def _bytes(path: Path) -> int:
+    """Of the files that we may look at."""
+    size = 0
+    for file in path.rglob("*") if path.is_dir() else ():
+        with contextlib.suppress(OSError):
+            info = file.lstat()
+            size += info.st_size if stat.S_ISREG(info.st_mode) else 0
+    return size
+
+
+def _created(path: Path) -> datetime:
+    return datetime.fromtimestamp(path.lstat().st_mtime, timezone.utc)

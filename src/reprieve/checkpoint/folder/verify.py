@@ -1,0 +1,31 @@
+"""Every byte of one checkpoint, against its manifest, or against its own structure where it has none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from reprieve.checkpoint.buffers.block_pool import BlockPool
+from reprieve.checkpoint.folder.catalog import Found, look_at
+from reprieve.checkpoint.folder.foreign import check_foreign
+from reprieve.checkpoint.io.reader import Cache, Reader
+from reprieve.errors import InvalidCheckpoint
+
+
+def verify(
+    path: Path, pool: BlockPool, *, progress: Callable[[int], None] | None = None, cache: Cache = Cache.AVOID
+) -> Found:
+    """Read every byte of a checkpoint; InvalidCheckpoint names the first thing that is wrong."""
+    try:
+        found = look_at(path)
+    except FileNotFoundError as error:
+        raise InvalidCheckpoint("there is no such checkpoint", path=path) from error
+    found.check()
+    if found.manifest is None:
+        check_foreign(path, progress=progress)
+        return found
+    with Reader(path, pool, block_bytes=found.manifest.block_bytes, cache=cache) as reader:
+        for name, entry in found.manifest.files.items():
+            reader.open(name, entry)
+        reader.run(progress=progress)
+    return found

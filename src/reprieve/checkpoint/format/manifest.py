@@ -1,0 +1,194 @@
+"""The manifest: the last file written, and what makes a folder a checkpoint.
+
+`reprieve-manifest.json` is `{"manifest": {…}, "xxh3_128": "…"}`, where the checksum is over the canonical JSON of the
+first value (sorted keys, no spaces, ASCII). It lists every other file of the checkpoint with size and checksums.
+docs/format.md describes it for other implementations.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from reprieve.checkpoint.buffers.block_pool import BLOCK_BYTES
+from reprieve.checkpoint.format.checksum import digest_of, file_digest
+from reprieve.errors import InvalidCheckpoint
+from reprieve.storage.disk import DAMAGE, PAGE
+
+MANIFEST = "reprieve-manifest.json"
+SENTINEL = "checkpoint-is-incomplete.txt"
+ARCHIVE_MARK = b"reprieve: "
+"""What the comment at the end of our torch files begins with."""
+FORMAT = "reprieve-checkpoint"
+VERSION = 1
+
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One file of a checkpoint."""
+
+    bytes: int
+    xxh3_128: str
+    """Over the blocks' checksums."""
+    blocks: Sequence[str]
+    """XXH3-128 of each block of the file, the last one shorter."""
+    starts: Sequence[int] | None = None
+    """Where each block starts, in a file that several ranks wrote; otherwise every `block_bytes`."""
+
+    @classmethod
+    def of(cls, size: int, blocks: Sequence[str], starts: Sequence[int] | None = None) -> FileEntry:
+        return cls(size, file_digest(blocks), tuple(blocks), None if starts is None else tuple(starts))
+
+    def edges(self, block_bytes: int) -> list[int]:
+        """Where the blocks start, and where the last one ends."""
+        if self.starts is None:
+            return [*range(0, self.bytes, block_bytes), self.bytes]
+        return [*self.starts, self.bytes]
+
+    def _check(self, name: str, block_bytes: int) -> None:
+        if type(self.bytes) is not int or self.bytes < 0:
+            raise InvalidCheckpoint(f"{MANIFEST} has no sensible size for {name}")
+        if self.starts is not None and not (
+            isinstance(self.starts, list | tuple)
+            and all(type(start) is int and start % PAGE == 0 for start in self.starts)
+            and list(self.starts[:1]) == [0] * bool(self.bytes)
+        ):
+            raise InvalidCheckpoint(f"{MANIFEST} has no sensible starts of blocks for {name}")
+        # Counted before anything is made of it: a hostile size must not become a list of that length.
+        wanted = -(-self.bytes // block_bytes) if self.starts is None else len(self.starts)
+        blocks = self.blocks if isinstance(self.blocks, list | tuple) else []
+        if len(blocks) != wanted or not all(isinstance(one, str) and _DIGEST.fullmatch(one) for one in blocks):
+            raise InvalidCheckpoint(f"{MANIFEST} does not have a checksum for each block of {name}")
+        edges = itertools.pairwise(self.edges(block_bytes))
+        if any(not 0 < after - before <= block_bytes for before, after in edges):
+            raise InvalidCheckpoint(f"{MANIFEST} has blocks of {name} that are empty or too large")
+        if self.xxh3_128 != file_digest(self.blocks):
+            raise InvalidCheckpoint(f"{MANIFEST}: the checksum of {name} does not match those of its blocks")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a checkpoint says of itself."""
+
+    step: int
+    epoch: float | None = None
+    created: str
+    """UTC, ISO 8601."""
+    run: str
+    attempt: int
+    parent: str | None = None
+    """Name of the checkpoint that this attempt resumed from; null after a fresh start."""
+    world_size: int = 1
+    versions: Mapping[str, str] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    block_bytes: int = BLOCK_BYTES
+    state: Sequence[str] = ()
+    """Names of the objects that were saved."""
+    unrequested: bool = False
+    """A stop or Reprieve's own schedule saved it, besides what the script's save strategy asks for."""
+    files: Mapping[str, FileEntry]
+
+    @property
+    def size(self) -> int:
+        return sum(entry.bytes for entry in self.files.values())
+
+    def encode(self) -> bytes:
+        body = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        for entry in body["files"].values():
+            if entry["starts"] is None:
+                del entry["starts"]
+        if not self.unrequested:
+            del body["unrequested"]
+        document = {"manifest": body, "xxh3_128": digest_of(_canonical(body))}
+        return json.dumps(document, sort_keys=True, indent=1).encode() + b"\n"
+
+    @classmethod
+    def decode(cls, data: bytes) -> Manifest:
+        """Raises InvalidCheckpoint unless every part of it is as it should be."""
+        try:
+            document = json.loads(data)
+            body, digest = document["manifest"], document["xxh3_128"]
+            own = digest_of(_canonical(body))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise InvalidCheckpoint(f"{MANIFEST} is not readable: {error}") from error
+        if digest != own:
+            raise InvalidCheckpoint(f"{MANIFEST} does not match its own checksum")
+        if not isinstance(body, dict) or body.pop("format", None) != FORMAT:
+            raise InvalidCheckpoint(f"{MANIFEST} is not a manifest of Reprieve")
+        version = body.pop("version", None)
+        if version != VERSION:
+            raise InvalidCheckpoint(f"{MANIFEST} has version {version}; this Reprieve reads version {VERSION}")
+        try:
+            files = {_checked_name(name): FileEntry(**entry) for name, entry in body.pop("files").items()}
+            manifest = cls(files=files, **body)
+        except (TypeError, AttributeError, KeyError) as error:
+            raise InvalidCheckpoint(f"{MANIFEST} has fields that this version does not know: {error}") from error
+        manifest._check()
+        if manifest.encode() != data:
+            raise InvalidCheckpoint(f"{MANIFEST} is not written as it should be: its bytes were changed")
+        return manifest
+
+    def _check(self) -> None:
+        for name, good in {
+            "step": type(self.step) is int and self.step >= 0,
+            "epoch": self.epoch is None or type(self.epoch) in (int, float),
+            "created": _is_moment(self.created),
+            "run": isinstance(self.run, str),
+            "attempt": type(self.attempt) is int,
+            "parent": self.parent is None or isinstance(self.parent, str),
+            "world_size": type(self.world_size) is int,
+            "versions": isinstance(self.versions, dict)
+            and all(isinstance(value, str) for value in self.versions.values()),
+            "metrics": isinstance(self.metrics, dict)
+            and all(type(value) in (int, float) for value in self.metrics.values()),
+            "block_bytes": type(self.block_bytes) is int and self.block_bytes >= 1,
+            "state": isinstance(self.state, list | tuple) and all(isinstance(name, str) for name in self.state),
+            "unrequested": type(self.unrequested) is bool,
+        }.items():
+            if not good:
+                raise InvalidCheckpoint(f"{MANIFEST} has no sensible {name}")
+        for name, entry in self.files.items():
+            entry._check(name, self.block_bytes)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint folder; FileNotFoundError where there is none."""
+    path = folder / MANIFEST
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if error.errno not in DAMAGE:
+            raise
+        raise InvalidCheckpoint(f"{MANIFEST} cannot be read: {error.strerror}", path=folder) from error
+    try:
+        return Manifest.decode(data)
+    except InvalidCheckpoint as error:
+        raise InvalidCheckpoint(error.reason, path=folder) from error
+
+
+def _checked_name(name: str) -> str:
+    path = PurePosixPath(name)
+    if not name or path.is_absolute() or str(path) != name or ".." in path.parts or "\\" in name or "\0" in name:
+        raise InvalidCheckpoint(f"{MANIFEST} names a file outside of the checkpoint: {name!r}")
+    return name
+
+
+def _is_moment(text: object) -> bool:
+    try:
+        return isinstance(text, str) and datetime.fromisoformat(text).tzinfo is not None
+    except ValueError:
+        return False
+
+
+def _canonical(body: Any) -> bytes:
+    return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()

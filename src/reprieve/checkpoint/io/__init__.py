@@ -1,0 +1,1 @@
+"""Bytes to storage and back: who writes which pages, the writer, the verifying reader."""

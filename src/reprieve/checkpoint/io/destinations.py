@@ -1,0 +1,60 @@
+"""Where restored bytes go: memory of CPU tensors and of GPUs. The counterpart of the sources in `layout`."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from reprieve.checkpoint.buffers.block_pool import Block
+from reprieve.checkpoint.format.layout import flat_bytes
+from reprieve.checkpoint.io.reader import Sink
+
+
+class HostSink:
+    """Memory of a CPU tensor or storage; `owner` keeps it alive."""
+
+    __slots__ = ("address", "owner")
+    asynchronous = False
+
+    def __init__(self, address: int, owner: object) -> None:
+        self.address = address
+        self.owner = owner
+
+    def put(self, block: Block, at: int, start: int, stop: int) -> None:
+        ctypes.memmove(self.address + start, block.address + at, stop - start)
+
+    def finish(self) -> None:
+        pass
+
+
+class DeviceSink:
+    """Memory of a GPU, as a flat uint8 tensor."""
+
+    __slots__ = ("flat",)
+    asynchronous = True
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self.flat = flat
+
+    def put(self, block: Block, at: int, start: int, stop: int) -> None:
+        source = torch.frombuffer(block.view, dtype=torch.uint8, count=stop - start, offset=at)
+        self.flat[start:stop].copy_(source, non_blocking=block.pinned)
+
+    def finish(self) -> None:
+        torch.cuda.current_stream(self.flat.device).synchronize()
+
+
+def sink_of(storage: torch.UntypedStorage) -> Sink:
+    """The whole of a storage."""
+    if storage.device.type == "cpu":
+        return HostSink(storage.data_ptr(), storage)
+    flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return DeviceSink(flat.set_(storage))
+
+
+def tensor_sink(tensor: torch.Tensor) -> Sink:
+    """The bytes of a contiguous tensor."""
+    if tensor.device.type == "cpu":
+        return HostSink(tensor.data_ptr(), tensor)
+    return DeviceSink(flat_bytes(tensor))

@@ -1,0 +1,1 @@
+"""One restore: choose the newest valid checkpoint, prepare, read and verify, apply."""

@@ -1,0 +1,43 @@
+"""The header of a safetensors file, read through the verifying reader: which tensor is where."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import torch
+
+from reprieve.checkpoint.format.safetensors_layout import DTYPES
+from reprieve.checkpoint.io.reader import CheckpointFile
+
+_HEADER_LIMIT = 100_000_000  # safetensors' own
+
+
+@dataclass(slots=True)
+class Place:
+    """Where a tensor's bytes are."""
+
+    file: CheckpointFile
+    start: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+
+def read_header(file: CheckpointFile) -> tuple[dict[str, Place], dict[str, str]]:
+    length = int.from_bytes(file.read(0, min(8, file.size)), "little")
+    if not 2 <= length <= min(_HEADER_LIMIT, file.size - 8):
+        raise file.bad("has no safetensors header")
+    base = 8 + length
+    places: dict[str, Place] = {}
+    try:
+        header = json.loads(file.read(8, base))
+        metadata = header.pop("__metadata__", {})
+        for key, entry in header.items():
+            start, stop = entry["data_offsets"]
+            dtype, shape = DTYPES[entry["dtype"]], torch.Size(entry["shape"])
+            if not 0 <= start <= stop <= file.size - base or stop - start != shape.numel() * dtype.itemsize:
+                raise file.bad(f"has impossible offsets for {key}")
+            places[key] = Place(file, base + start, dtype, shape)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise file.bad(f"has a header that is not readable: {error!r}") from error
+    return places, metadata

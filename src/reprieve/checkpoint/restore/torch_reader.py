@@ -1,0 +1,147 @@
+"""A torch file read back through the verifying reader: storages straight into memory, the pickle without code.
+
+The unpickler is torch's own `weights_only` one, so a file that stock `torch.load` refuses is refused here, and types
+that the user allowed with `torch.serialization.add_safe_globals` are allowed here. It runs on the pickle alone; what
+a storage is, the caller decides: nothing (to learn the structure), a live tensor's memory, or fresh memory.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import _weights_only_unpickler
+
+from reprieve.checkpoint.format.torch_layout import ARCHIVE_COMMENT, data_offset
+from reprieve.checkpoint.io.destinations import sink_of
+from reprieve.checkpoint.io.reader import CheckpointFile, Target
+from reprieve.errors import InvalidCheckpoint, UnsafeState
+
+Storages = Callable[[str, int, str], torch.UntypedStorage]
+"""Key, bytes and saved location → storage."""
+
+
+class TorchFile:
+    """The structure of a torch file: its pickle, and where each storage's bytes are."""
+
+    def __init__(self, file: CheckpointFile) -> None:
+        self.file = file
+        try:
+            with zipfile.ZipFile(_Window(file)) as archive:
+                self._ours = archive.comment == ARCHIVE_COMMENT
+                self._records = {info.filename.split("/", 1)[-1]: info for info in archive.infolist()}
+        except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+            raise file.bad(f"is not a torch file: {error}") from error
+        self.pickled = file.read(*self.range("data.pkl"))
+
+    def range(self, name: str) -> tuple[int, int]:
+        """Bytes [start, stop) of the file that a record's data takes."""
+        info = self._records.get(name)
+        if info is None:
+            raise self.file.bad(f"has no record {name}")
+        if info.compress_type != zipfile.ZIP_STORED:
+            raise self.file.bad(f"has a compressed record {name}")
+        if self._ours:
+            start = data_offset(info.header_offset, len(info.filename.encode()), info.file_size)
+        else:
+            header = self.file.read(info.header_offset, info.header_offset + 30)
+            start = info.header_offset + 30 + int.from_bytes(header[26:28], "little")
+            start += int.from_bytes(header[28:30], "little")
+        if start + info.file_size > self.file.size:
+            raise self.file.bad(f"ends before its record {name} does")
+        return start, start + info.file_size
+
+    def load(self, storages: Storages, sparse: list[torch.Tensor] | None = None) -> Any:
+        """The object tree. Sparse tensors in it are added to `sparse`, for `validate`."""
+        try:
+            return unpickle(self.file.name, self.pickled, storages, sparse)
+        except UnsafeState as error:
+            raise self.file.bad(f"is refused: {error}") from error
+
+    def validate(self, sparse: list[torch.Tensor]) -> None:
+        """Once the storages are filled: indices may point anywhere, and could have others' memory read."""
+        torch._utils._sparse_tensors_to_validate.extend(sparse)
+        try:
+            with torch.sparse.check_sparse_tensor_invariants():
+                torch._utils._validate_loaded_sparse_tensors()
+        except RuntimeError as error:
+            raise self.file.bad(f"has an impossible sparse tensor: {error}") from error
+
+    def read_into(self, key: str, storage: torch.UntypedStorage) -> None:
+        """Let the reader fill the storage with the bytes of record `key`."""
+        start, stop = self.range(f"data/{key}")
+        if stop - start != storage.nbytes():
+            raise self.file.bad(f"has {stop - start} bytes for storage {key}; its pickle says {storage.nbytes()}")
+        if stop > start:
+            self.file.targets.append(Target(start, stop - start, sink_of(storage)))
+
+
+def unpickle(name: str, pickled: bytes, storages: Storages, sparse: list[torch.Tensor] | None = None) -> Any:
+    """The object tree, with storages from the caller and without running anything that is not known to be safe.
+
+    Sparse tensors are added to `sparse`: their storages have no content yet, so they cannot be validated here.
+    """
+
+    def persistent_load(saved: tuple[Any, ...]) -> torch.storage.TypedStorage:
+        kind_of, kind, key, location, count = saved
+        if kind_of != "storage":
+            raise pickle.UnpicklingError(f"unknown persistent id {kind_of!r}")
+        dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
+        storage = storages(key, count * dtype.itemsize, location)
+        return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+    waiting = torch._utils._sparse_tensors_to_validate  # of the next torch.load, which must not see ours
+    before = len(waiting)
+    unpickler = _weights_only_unpickler.Unpickler(io.BytesIO(pickled), encoding="utf-8")
+    unpickler.persistent_load = persistent_load  # type: ignore[method-assign]
+    try:
+        return unpickler.load()
+    except InvalidCheckpoint:
+        raise
+    except pickle.UnpicklingError as error:
+        raise UnsafeState(f"{name} holds something that is not safe to load: {error}") from error
+    except Exception as error:  # a hostile or damaged pickle can make the machine fail in any way
+        raise InvalidCheckpoint(f"{name} has a pickle that cannot be read: {error!r}") from error
+    finally:
+        if sparse is not None:
+            sparse += waiting[before:]
+        del waiting[before:]
+
+
+def meta_storage(_key: str, size: int, _location: str) -> torch.UntypedStorage:
+    """A storage without memory, for when only the structure is wanted."""
+    return torch.UntypedStorage(size, device="meta")
+
+
+class _Window(io.RawIOBase):
+    """A file object over verified reads, for `zipfile`."""
+
+    def __init__(self, file: CheckpointFile) -> None:
+        self._file = file
+        self._at = 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.size}[whence]
+        if base + offset < 0:
+            raise ValueError("seek before the start of the file")
+        self._at = base + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:
+        stop = self._file.size if size is None or size < 0 else min(self._at + size, self._file.size)
+        data = self._file.read(min(self._at, stop), stop)
+        self._at = max(self._at, stop)
+        return data

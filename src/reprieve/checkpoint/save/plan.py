@@ -1,0 +1,141 @@
+"""Which files a state becomes, how large each will be and which rank writes what, before a byte moves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any
+
+from reprieve.checkpoint.format.checksum import BlockHash
+from reprieve.checkpoint.format.layout import BytesSource, FileLayout, Segment, bytes_layout
+from reprieve.checkpoint.format.safetensors_layout import layout_safetensors
+from reprieve.checkpoint.format.torch_layout import layout_torch, tensors_in
+from reprieve.checkpoint.io.partition import FilePart, blocks_needed, divide
+from reprieve.checkpoint.state.state import RNG, Captured, Sharing, State
+from reprieve.errors import StateError
+
+SHARD_BYTES = 50 * 10**9
+"""Above this a model is split over several files, as transformers does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The files of one save that this rank has a part in."""
+
+    files: list[FileLayout]
+    parts: list[FilePart] = field(repr=False)
+    """What this rank writes of each."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+    @property
+    def folders(self) -> set[str]:
+        """Those that its files lie in, below the checkpoint's own."""
+        return {str(one) for file in self.files for one in PurePosixPath(file.name).parents[:-1]}
+
+    @property
+    def share(self) -> int:
+        """Bytes that this rank writes."""
+        return sum(piece.stop - piece.start for part in self.parts for piece in part.mine)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of memory that this rank's share takes."""
+        return blocks_needed(self.parts)
+
+    def fingerprints(self) -> dict[str, str]:
+        """Of each file that all ranks write parts of: the same on all of them, or they must not."""
+        return {file.name: _fingerprint(file) for file in self.files if file.by_all}
+
+
+def plan(
+    state: State,
+    values: Mapping[str, Any] | None = None,
+    *,
+    more: Sequence[FileLayout] = (),
+    rng: bool = True,
+    shard_bytes: int = SHARD_BYTES,
+    rank: int = 0,
+    world_size: int = 1,
+) -> Plan:
+    """`more`: files of this rank beside those of the state.
+
+    Large files first: the disk is busy from the first moment, and the small ones share its last flush.
+    """
+    captured = state.captured(values, rng=rng)
+    files: list[FileLayout] = []
+    several = world_size > 1
+    for name, tensors in captured.modules.items():
+        of_rank_0, ties = captured.buffers[name], captured.ties[name]
+        for layout in layout_safetensors(name, tensors, shard_bytes=shard_bytes, ties=ties, of_rank_0=of_rank_0):
+            layout.by_all = several and layout.name.endswith(".safetensors")
+            files.append(layout)
+    for name, extras in captured.extras.items():
+        if extras:
+            files.append(layout_torch(extras_file(name), extras))
+    for name, config in captured.configs.items():
+        file = "config.json" if name == "model" else f"{name}.config.json"
+        files.append(bytes_layout(file, json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"))
+    own = {buffers_name(name): buffers for name in state.own_buffers
+           if several and (buffers := own_buffers(captured, name))}  # fmt: skip
+    for name, tree in captured.trees.items():
+        sharing = state.sharing(name) if several else Sharing.FIRST
+        if sharing is Sharing.OWN:
+            own[name] = tree
+        else:
+            files.append(layout_torch(tree_file(name), tree, by_all=sharing is Sharing.ALL))
+    files = [file for file in files if file.by_all or rank == 0]
+    files += [layout_torch(tree_file(name, rank), tree) for name, tree in own.items()]
+    files += more
+    for layout in files:
+        if not layout.by_all:
+            _refuse_shards(layout, rank)
+    files.sort(key=lambda file: (not file.by_all, -file.size, file.name))
+    return Plan(files, divide(files, rank, world_size))
+
+
+def own_buffers(captured: Captured, name: str) -> dict[str, Any]:
+    return {key: value for key, value in captured.modules[name].items() if key in captured.buffers[name]}
+
+
+def extras_file(name: str) -> str:
+    return f"{name}.extra.pt"
+
+
+def buffers_name(module: str) -> str:
+    return f"{module}.buffers"
+
+
+def tree_file(name: str, rank: int | None = None) -> str:
+    """The file of a tree; with `rank`, of that rank's own."""
+    if name == RNG:  # as transformers names it
+        return f"{RNG}.pth" if rank is None else f"{RNG}_{rank}.pth"
+    return f"{name}.pt" if rank is None else f"{name}.{rank}.pt"
+
+
+def _refuse_shards(layout: FileLayout, rank: int) -> None:
+    """Of a file that this rank writes alone it must hold every byte."""
+    for segment in layout.segments:
+        if isinstance(segment, Segment) and not segment.held_by(rank):
+            path: tuple[object, ...] = (segment.label,)
+            if layout.pickled is not None:
+                lacking = layout.pickled.storages[int(segment.label.removeprefix("data/"))]
+                path = next((path for path, tensor in tensors_in(layout.pickled.tree) if tensor is lacking), path)
+            raise StateError(
+                f"{layout.name}: {'.'.join(map(str, path))} is spread over ranks, but this file is what each rank has "
+                "for itself. Modules and optimizers may have such tensors; of others save `full_tensor()`"
+            )
+
+
+def _fingerprint(layout: FileLayout) -> str:
+    digest = BlockHash()
+    for segment in layout.segments:
+        held = segment.holders if isinstance(segment, Segment) else None
+        digest.update(repr((segment.offset, segment.length, held)).encode())
+        if isinstance(segment, Segment) and isinstance(segment.source, BytesSource):
+            digest.update(segment.source.data)
+    return digest.hexdigest()
