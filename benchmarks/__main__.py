@@ -23,7 +23,7 @@ from benchmarks import common_step, dcp, disk, engine, hf_hooks, launch, peers, 
 from benchmarks.measure import Job, Times, can_drop_caches, measure
 from benchmarks.memory import OURS, extra_mib
 from benchmarks.state import TrainingState, shape_of
-from reprieve.config import format_size, parse_size
+from reprieve.units import format_size, parse_size
 
 ROOT = Path(__file__).parents[1]
 CLOSER = 2

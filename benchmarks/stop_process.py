@@ -48,13 +48,13 @@ class Notes:
     @contextmanager
     def kept(self, **more: Any) -> Iterator[None]:
         """Until the end of the block, however it ends; a save of Reprieve's is noted by itself."""
-        from reprieve import points
+        from reprieve import failpoints
 
-        points.on_reached = self.at
+        failpoints.on_reached = self.at
         try:
             yield
         finally:
-            points.on_reached = None
+            failpoints.on_reached = None
             self.write(**more)
 
     def at(self, moment: str) -> None:

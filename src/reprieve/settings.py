@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from reprieve.config import parse_duration
 from reprieve.errors import ConfigError
+from reprieve.units import parse_duration
 
 log = logging.getLogger("reprieve")
 

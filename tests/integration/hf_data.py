@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch.utils.data import Dataset, IterableDataset
 
-from reprieve.points import reached
+from reprieve.failpoints import reached
 
 if TYPE_CHECKING:
     from .hf_jobs import HfJob

@@ -9,8 +9,8 @@ from typing import Any
 
 import transformers
 
+from reprieve.failpoints import reached
 from reprieve.frameworks.transformers import protect
-from reprieve.points import reached
 
 from .hf_data import Tokens
 from .hf_jobs import TIMES, HfJob, make

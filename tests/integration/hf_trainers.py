@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import Trainer, TrainingArguments
 
-from reprieve.points import reached
+from reprieve.failpoints import reached
 
 from .hf_data import LENGTH, VOCABULARY, Forgetful, Stream, Tokens, encoded, pairs, texts, tokenizer
 

@@ -408,10 +408,10 @@ def wait_in_the_middle(signs: Path) -> Callable[[str], None]:
 
 
 def older_attempt_in_the_middle(root: Path, signs: Path) -> tuple[int, list[Outcome]]:
-    from reprieve import points
+    from reprieve import failpoints
 
     if int(os.environ["RANK"]) == 1:
-        points.on_reached = wait_in_the_middle(signs)
+        failpoints.on_reached = wait_in_the_middle(signs)
     return older_attempt(root, signs, in_the_middle=True)
 
 

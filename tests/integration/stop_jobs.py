@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from reprieve.errors import RanksError
-from reprieve.points import reached
+from reprieve.failpoints import reached
 from reprieve.ranks.common_step import CommonStep
 from reprieve.ranks.group import Ranks
 

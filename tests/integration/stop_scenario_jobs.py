@@ -22,7 +22,7 @@ import reprieve
 from reprieve.checkpoint.buffers.block_pool import BlockPool
 from reprieve.checkpoint.folder.catalog import survey
 from reprieve.checkpoint.folder.verify import verify
-from reprieve.points import reached
+from reprieve.failpoints import reached
 from reprieve.testing import Fault, Result, pause, run_ranks, terminate
 from reprieve.testing.child import disk
 

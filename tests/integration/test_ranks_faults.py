@@ -493,7 +493,8 @@ def test_transformers_loads_what_shards_were_saved_as(tmp_path: Path) -> None:
 TRAINING = """
 import os, signal, sys
 import torch
-from reprieve import Checkpointer, points
+from reprieve import Checkpointer
+from reprieve import failpoints
 
 def die_in_the_middle(point):
     if point == "publish write":
@@ -513,7 +514,7 @@ with Checkpointer(sys.argv[1], model=model, data=data, rank_timeout="30s") as ch
         for parameter, gradient in zip(model.parameters(), torch.autograd.grad(loss, [*model.parameters()])):
             parameter.data.sub_(gradient)
         if (rank, start, step) == ("1", "0", 3):
-            points.on_reached = die_in_the_middle
+            failpoints.on_reached = die_in_the_middle
         checkpointer.save(step + 1)
         say(f"rank {rank} of start {start}, attempt {checkpointer.attempt}: step {step + 1}")
 say(f"rank {rank} ends with {model.weight.flatten().tolist()}")

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from memory_store import MemoryStore
 
-from reprieve import points
+from reprieve import failpoints
 from reprieve.errors import ConfigError, RankFailed, RanksError, StoreLost
 from reprieve.ranks.common_step import CommonStep, Request
 from reprieve.ranks.folder_store import FolderStore
@@ -294,7 +294,7 @@ def test_a_rank_that_never_joins_is_named() -> None:
 def test_a_watcher_that_dies_is_learned_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 joins, and its watcher stands still before it publishes. The others, and it, hear the same."""
     go_on = threading.Event()
-    monkeypatch.setattr(points, "on_reached", lambda name: name.endswith("set 0/started/1") and go_on.wait(SOON_S))
+    monkeypatch.setattr(failpoints, "on_reached", lambda name: name.endswith("set 0/started/1") and go_on.wait(SOON_S))
     with Job(3, stop_limit_s=0.3) as job:
         commons = [job.join(rank) for rank in range(3)]
         eventually(lambda: isinstance(job.store, MemoryStore) and "step/joined/1" in job.store.keys)
@@ -318,7 +318,7 @@ def test_a_watcher_that_dies_is_learned_by_all(monkeypatch: pytest.MonkeyPatch) 
 def test_a_stop_does_not_wait_for_what_a_save_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank has died, a save that was due has not found out yet, and now a grace period runs."""
     go_on = threading.Event()
-    monkeypatch.setattr(points, "on_reached", lambda name: name.endswith("set 0/started/1") and go_on.wait(SOON_S))
+    monkeypatch.setattr(failpoints, "on_reached", lambda name: name.endswith("set 0/started/1") and go_on.wait(SOON_S))
     with Job(2, stop_limit_s=0.3, limit_s=60) as job:
         commons = [job.join(rank) for rank in range(2)]
         commons[0].request("save")
@@ -343,7 +343,7 @@ def test_the_last_one_dies_between_its_answer_and_the_decision(monkeypatch: pyte
             first.append(name)
             go_on.wait(SOON_S)
 
-    monkeypatch.setattr(points, "on_reached", stand_still)
+    monkeypatch.setattr(failpoints, "on_reached", stand_still)
     with Job(2, stop_limit_s=0.2) as job:
         commons = [job.join(rank) for rank in range(2)]
         threads = [InBackground(lambda common=common: at_next_boundary(common, 1)) for common in commons]  # type: ignore[misc]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from reprieve.config import format_size, parse_duration, parse_size
 from reprieve.errors import ConfigError
 from reprieve.storage.uri import local_path
+from reprieve.units import format_size, parse_duration, parse_size
 
 
 @pytest.mark.parametrize(

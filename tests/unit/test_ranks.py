@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from memory_store import MemoryStore
 
-from reprieve import points
+from reprieve import failpoints
 from reprieve.errors import RankFailed, RanksError, ReprieveError, StoreLost
 from reprieve.ranks import group
 from reprieve.ranks.folder_store import FolderStore
@@ -521,7 +521,7 @@ def test_connections_end_with_their_threads() -> None:
 
 def test_points_are_passed_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     passed: list[str] = []
-    monkeypatch.setattr(points, "on_reached", passed.append)
+    monkeypatch.setattr(failpoints, "on_reached", passed.append)
     Ranks.alone().agree("save", lambda: passed.append("work"))
     assert passed == ["before save", "work", "publish save", "after save"]
     passed.clear()
@@ -535,7 +535,7 @@ def test_points_are_passed_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_failure_at_a_point_is_a_failure_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     local = threading.local()
-    monkeypatch.setattr(points, "on_reached", lambda name: local.fail(name))  # noqa: PLW0108 - another in each thread
+    monkeypatch.setattr(failpoints, "on_reached", lambda name: local.fail(name))  # noqa: PLW0108 - another in each thread
 
     def work(ranks: Ranks) -> Any:
         local.fail = lambda name: raises(OSError("here")) if ranks.rank and name == "publish save" else None

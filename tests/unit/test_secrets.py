@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reprieve.launch.record import Record
-from reprieve.secrets import HIDDEN, is_secret, masked, storable
+from reprieve.redaction import HIDDEN, is_secret, masked, storable
 
 HF = "hf_AbCdEfGhIjKlMnOpQrStUvWx"
 JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl"

@@ -45,11 +45,11 @@ from reprieve.checkpoint.schedule import Every, Schedule
 from reprieve.checkpoint.state.fingerprint import parts_of
 from reprieve.checkpoint.state.state import State
 from reprieve.clock import Clock, SystemClock
-from reprieve.config import parse_duration, parse_size
 from reprieve.errors import ConfigError, InvalidCheckpoint, RankFailed, RanksError, StorageFull
 from reprieve.ranks.group import LIMIT, Ranks
 from reprieve.storage.disk import Disk, explain
 from reprieve.storage.uri import local_path
+from reprieve.units import parse_duration, parse_size
 
 log = logging.getLogger("reprieve")
 

@@ -9,8 +9,8 @@ from datetime import timedelta
 
 from reprieve.checkpoint.auto_interval import FIRST, Auto
 from reprieve.clock import Clock, SystemClock
-from reprieve.config import parse_duration
 from reprieve.errors import ConfigError
+from reprieve.units import parse_duration
 
 _STEPS = re.compile(r"(\d+)(?:\s*steps?)?")
 

@@ -18,9 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from reprieve.cli.output import data, print_json, talk
-from reprieve.config import parse_size
 from reprieve.launch.doctor import BAD, OK, WARN, Check, Where, examine
 from reprieve.storage.uri import local_path
+from reprieve.units import parse_size
 
 _COLOURS = {OK: "green", WARN: "yellow", BAD: "red"}
 

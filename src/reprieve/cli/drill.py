@@ -22,13 +22,13 @@ from rich.table import Table
 from rich.text import Text
 
 from reprieve.cli.output import data, print_json, talk
-from reprieve.config import format_size, parse_duration
 from reprieve.errors import ConfigError
 from reprieve.launch.command import NotFound, parse
 from reprieve.launch.drill import USUAL, Drill, Report
 from reprieve.launch.words import say
 from reprieve.preemption.deadline import grace_period
 from reprieve.settings import resolve
+from reprieve.units import format_size, parse_duration
 
 
 def arguments(parser: ArgumentParser) -> None:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from reprieve.cli.output import ago, data, print_json, talk
 from reprieve.cli.target import checkpoints_at
-from reprieve.config import format_size
+from reprieve.units import format_size
 
 if TYPE_CHECKING:
     from reprieve.checkpoint.folder.catalog import Found

@@ -15,7 +15,7 @@ from reprieve.cli.run import launch, start_detached
 from reprieve.errors import ConfigError
 from reprieve.launch.record import Record, Runs
 from reprieve.launch.words import say
-from reprieve.secrets import HIDDEN
+from reprieve.redaction import HIDDEN
 from reprieve.settings import resolve
 
 _OF_THE_CALLER = ("REPRIEVE_STATE_DIR", "XDG_STATE_HOME", "HOME")

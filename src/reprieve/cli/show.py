@@ -12,8 +12,8 @@ from rich.table import Table
 from reprieve.cli.ls import as_dict
 from reprieve.cli.output import data, print_json
 from reprieve.cli.target import checkpoints_at
-from reprieve.config import format_size
 from reprieve.errors import ConfigError
+from reprieve.units import format_size
 
 
 def arguments(parser: ArgumentParser) -> None:

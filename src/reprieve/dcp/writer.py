@@ -34,13 +34,13 @@ from reprieve.checkpoint.buffers.block_pool import BLOCK_BYTES, BlockPool
 from reprieve.checkpoint.format.checksum import digest_of
 from reprieve.checkpoint.format.manifest import FileEntry, Manifest
 from reprieve.checkpoint.io.writer import Writer
-from reprieve.config import format_size
 from reprieve.dcp import folder
 from reprieve.dcp import metadata as metadata_file
 from reprieve.dcp.items import estimated_bytes, lay_out
 from reprieve.errors import CheckpointError, ConfigError, Fenced, StorageFull
 from reprieve.storage.disk import Disk, explain, free_bytes
 from reprieve.storage.uri import local_path
+from reprieve.units import format_size
 
 
 @dataclass(frozen=True, slots=True)

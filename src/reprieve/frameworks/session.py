@@ -22,7 +22,6 @@ from typing import Any
 from reprieve.checkpoint.checkpointer import Checkpointer
 from reprieve.checkpoint.results import Restored, Save
 from reprieve.clock import Clock
-from reprieve.config import parse_duration
 from reprieve.console import show_logs
 from reprieve.data import worker_signals
 from reprieve.errors import RankFailed, RanksError, ReprieveError, StorageError
@@ -37,6 +36,7 @@ from reprieve.ranks.group import LIMIT, Ranks
 from reprieve.settings import ALL, Settings
 from reprieve.storage.disk import Disk
 from reprieve.storage.uri import for_run
+from reprieve.units import parse_duration
 
 log = logging.getLogger("reprieve")
 

@@ -16,13 +16,13 @@ from datetime import timedelta
 from typing import Any
 
 from reprieve.checkpoint.checkpointer import Checkpointer
-from reprieve.config import format_size
 from reprieve.console import ONE_RANK
 from reprieve.errors import RanksError, ReprieveError
 from reprieve.frameworks.telling import Parts, Telling, fingerprinted, in_drill
 from reprieve.preemption.ending import Preempted, ending
 from reprieve.preemption.guard import ANOTHER_RANK, Guard, Stop
 from reprieve.ranks.group import Ranks
+from reprieve.units import format_size
 
 log = logging.getLogger("reprieve")
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from reprieve import secrets
+from reprieve import redaction
 from reprieve.launch import hooks, ledger, outcome, record
 from reprieve.launch.attempt import STOPS, Attempt, Signals
 from reprieve.launch.command import Command
@@ -150,7 +150,7 @@ class Launcher:
     # The record
 
     def _open_record(self) -> Record:
-        kept, left_out = secrets.storable(self.env)
+        kept, left_out = redaction.storable(self.env)
         options = {
             name: KINDS[name].write(getattr(self.settings, name))
             for name in KINDS
@@ -158,7 +158,7 @@ class Launcher:
             and getattr(self.settings, name) is not None
         }  # fmt: skip
         fresh = Record(
-            self._folder.name, secrets.masked(self.command.words), str(Path.cwd()), options, kept, left_out,
+            self._folder.name, redaction.masked(self.command.words), str(Path.cwd()), options, kept, left_out,
             checkpoints=self.settings.checkpoints,
         )  # fmt: skip
         earlier = self._folder.read()

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
-from reprieve.config import parse_duration
 from reprieve.errors import ConfigError
+from reprieve.units import parse_duration
 
 _THIRTY = timedelta(seconds=30)
 NO_LIMIT_S = 7 * 86400

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 
 from reprieve.errors import RankFailed
-from reprieve.secrets import HIDDEN, VALUE, is_secret
+from reprieve.redaction import HIDDEN, VALUE, is_secret
 
 LONGEST = 300
 """Characters. The termination log has 4,096 bytes for everything."""

@@ -20,7 +20,7 @@ from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 from reprieve.errors import RankFailed, RanksError, needs_a_person
-from reprieve.points import reached
+from reprieve.failpoints import reached
 from reprieve.ranks.store import Store, prefixed
 
 T = TypeVar("T")

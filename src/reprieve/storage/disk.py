@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from reprieve.config import format_size
 from reprieve.errors import StorageError, StorageFull
+from reprieve.units import format_size
 
 # Whole pages are what every file system accepts that accepts direct I/O at all.
 PAGE = 4096

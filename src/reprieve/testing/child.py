@@ -22,7 +22,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-from reprieve import points
+from reprieve import failpoints
 from reprieve.console import fallback
 from reprieve.storage.disk import Disk
 from reprieve.testing.disks import FullDisk, SlowDisk
@@ -96,7 +96,7 @@ def _run(task_file: str) -> int | str | None:
     fallback.shows_every_rank = True
     _faults = [fault for fault in task.faults if fault.rank == task.rank]
     if _faults:
-        points.on_reached = at_points(_faults)
+        failpoints.on_reached = at_points(_faults)
     code: int | str | None = 0
     try:
         function, arguments = _what(task)

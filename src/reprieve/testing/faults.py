@@ -1,6 +1,6 @@
 """Faults, said as scenarios: what happens to which rank, where or when.
 
-A point is a name that the code passes to `reprieve.points.reached`. Every `Ranks.agree(name)` has three: "before
+A point is a name that the code passes to `reprieve.failpoints.reached`. Every `Ranks.agree(name)` has three: "before
 {name}" when it begins, "publish {name}" when the rank's own work is done and nobody knows yet, "after {name}" when the
 outcome is known. A test's own code may name more.
 """
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 
-from reprieve.config import parse_duration, parse_size
+from reprieve.units import parse_duration, parse_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def full_disk(rank: int, after_bytes: str | int) -> Fault:
 
 
 def at_points(faults: Iterable[Fault]) -> Callable[[str], None]:
-    """What `reprieve.points.on_reached` does under these faults, all of this rank."""
+    """What `reprieve.failpoints.on_reached` does under these faults, all of this rank."""
     planned = [fault for fault in faults if isinstance(fault, _AtPoint)]
     times: Counter[str] = Counter()
     lock = threading.Lock()

@@ -18,12 +18,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from reprieve.config import parse_duration
 from reprieve.errors import ConfigError
 from reprieve.testing.child import Task
 from reprieve.testing.faults import Fault
 from reprieve.testing.fork_server import ForkServer, fork_server
 from reprieve.testing.result import Result
+from reprieve.units import parse_duration
 
 if TYPE_CHECKING:
     from reprieve.ranks.torch_store import TorchStore

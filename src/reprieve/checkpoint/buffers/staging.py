@@ -12,9 +12,9 @@ from reprieve.checkpoint.buffers.block_pool import BLOCK_BYTES, BlockPool
 from reprieve.checkpoint.folder.catalog import Found
 from reprieve.checkpoint.folder.retention import Retention
 from reprieve.checkpoint.save.plan import Plan
-from reprieve.config import format_size
 from reprieve.errors import StorageFull
 from reprieve.storage.disk import PAGE, free_bytes, free_files
+from reprieve.units import format_size
 
 log = logging.getLogger("reprieve")
 

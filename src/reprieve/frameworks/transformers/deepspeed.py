@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from reprieve.checkpoint.folder.foreign import deepspeed as files
-from reprieve.config import format_size
 from reprieve.errors import ConfigError, StateMismatch
 from reprieve.frameworks.transformers.loading import explained, of_another_model
 from reprieve.frameworks.transformers.replacing import replaced
+from reprieve.units import format_size
 
 
 def check(trainer: Any) -> None:

@@ -20,7 +20,6 @@ from reprieve.checkpoint.folder import paths
 from reprieve.checkpoint.folder.catalog import survey
 from reprieve.checkpoint.folder.verify import verify
 from reprieve.checkpoint.results import Restored
-from reprieve.config import format_size
 from reprieve.errors import ConfigError, InvalidCheckpoint, StateMismatch
 from reprieve.frameworks.session import Session
 from reprieve.frameworks.transformers import deepspeed
@@ -28,6 +27,7 @@ from reprieve.progress.bar import terminal
 from reprieve.ranks.group import Ranks
 from reprieve.settings import ALL, NEVER, Settings, resolve
 from reprieve.storage.uri import original_path
+from reprieve.units import format_size
 
 log = logging.getLogger("reprieve")
 
