@@ -50,14 +50,14 @@ def _measure_in(folder: str) -> dict[str, float]:
     from transformers import TrainerCallback
 
     from benchmarks.hf_script import Tokens
+    from reprieve.adapters.transformers.training import Training
     from reprieve.data.loader import LoaderPass, LoaderSource
-    from reprieve.frameworks.transformers import protect, protection
-    from reprieve.frameworks.transformers.training import Training
+    from reprieve.transformers import protect
 
     trainer = protect(_trainer(folder, Tokens(64, 1)), notices="off")
     clock = _Clock()
     read: list[tuple[float, int]] = []
-    events = next(one for one in trainer.callback_handler.callbacks if isinstance(one, protection._Events))
+    events = next(one for one in trainer.callback_handler.callbacks if isinstance(one, protect._Events))
     for name in ("on_log", "on_epoch_end"):
         setattr(events, name, clock.ours(getattr(events, name)))
 

@@ -26,9 +26,9 @@ from reprieve.errors import (
 )
 
 if TYPE_CHECKING:
+    from reprieve.adapters.loop.run import Run
     from reprieve.checkpoint.checkpointer import Checkpointer
     from reprieve.checkpoint.results import Restored, Save
-    from reprieve.frameworks.loop.run import Run
     from reprieve.preemption.ending import Preempted
 
 __all__ = [
@@ -61,7 +61,7 @@ _WHERE = {
     "Checkpointer": "reprieve.checkpoint.checkpointer",
     "Preempted": "reprieve.preemption.ending",
     "Restored": "reprieve.checkpoint.results",
-    "Run": "reprieve.frameworks.loop.run",
+    "Run": "reprieve.adapters.loop.run",
     "Save": "reprieve.checkpoint.results",
 }
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from reprieve.frameworks.transformers import protect
+from reprieve.adapters.transformers import protect
 
 __all__ = ["protect"]

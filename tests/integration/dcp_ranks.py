@@ -21,9 +21,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from reprieve.adapters.dcp import save_folder
 from reprieve.checkpoint.buffers.block_pool import BLOCK_BYTES
 from reprieve.checkpoint.format.checksum import digest_of
-from reprieve.dcp import StorageReader, StorageWriter, folder
+from reprieve.dcp import StorageReader, StorageWriter
 from reprieve.storage.disk import Disk, OpenFile
 
 MESHES = {"fsdp": (-1,), "hsdp": (2, 2), "2d": (2, 2), "none": ()}
@@ -167,7 +168,7 @@ def plain(rank: int, number: int) -> dict[str, Any]:
 
 def save_numbered(path: Path, number: int, disk: Disk | None = None) -> None:
     quietly(dcp.save, plain(dist.get_rank(), number), storage_writer=StorageWriter(path, disk=disk))
-    folder.wait_for_removals()
+    save_folder.wait_for_removals()
 
 
 def load_numbered(path: Path, reader: Any = None) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import transformers
 
 from reprieve.failpoints import reached
-from reprieve.frameworks.transformers import protect
+from reprieve.transformers import protect
 
 from .hf_data import Tokens
 from .hf_jobs import TIMES, HfJob, make

@@ -86,7 +86,7 @@ def train(job: HfJob) -> None:
     trainer = make(job)
     with (folder / f"losses-{rank}.jsonl").open("a", buffering=1) as trainer.losses:
         if job.safe:
-            from reprieve.frameworks.transformers import protect
+            from reprieve.transformers import protect
 
             protect(trainer, disk=disk(), notices="off", **dict(job.options))
         for _ in range(job.trainings):

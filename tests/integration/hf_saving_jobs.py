@@ -16,7 +16,7 @@ import transformers
 
 from reprieve.checkpoint.buffers.block_pool import BlockPool
 from reprieve.checkpoint.folder.verify import verify
-from reprieve.frameworks.transformers import protect
+from reprieve.transformers import protect
 
 from .hf_jobs import HfJob, make
 

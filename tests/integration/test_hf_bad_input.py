@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from reprieve.adapters.transformers.preflight import check
 from reprieve.errors import ConfigError
-from reprieve.frameworks.transformers.starting import check
 
 from .hf_jobs import HfJob, seen
 from .hf_kit import attempt, checkpoints, ends, goes_on, refused, stopped, undisturbed

@@ -16,12 +16,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from reprieve.adapters.transformers import deepspeed
+from reprieve.adapters.transformers.save.interception import Collecting
 from reprieve.checkpoint.checkpointer import Checkpointer
 from reprieve.checkpoint.folder.foreign.checker import check_foreign
 from reprieve.checkpoint.format.manifest import ARCHIVE_MARK
 from reprieve.errors import ConfigError, InvalidCheckpoint
-from reprieve.frameworks.transformers import deepspeed
-from reprieve.frameworks.transformers.collecting import Collecting
 from reprieve.testing import run_ranks
 
 from .hf_jobs import PRELOAD, HfJob, deepspeed_config

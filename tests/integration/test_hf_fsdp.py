@@ -15,7 +15,7 @@ from packaging.version import Version
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from reprieve.dcp.metadata import DATA_OFFSET
+from reprieve.adapters.dcp.metadata import DATA_OFFSET
 from reprieve.testing import Fault, fail, full_disk, pause
 
 from .hf_jobs import HfJob, seen

@@ -307,7 +307,7 @@ def test_no_checkpoint_at_the_end(job: HfJob) -> None:
 
 def test_small_files_do_not_touch_the_disk(tmp_path: Path) -> None:
     """Torch says RuntimeError of a full one."""
-    from reprieve.frameworks.transformers.collecting import Collecting
+    from reprieve.adapters.transformers.save.interception import Collecting
 
     with Collecting(tmp_path) as collecting:
         torch.save({"step": 3}, tmp_path / "scheduler.pt")
@@ -324,7 +324,7 @@ def test_what_is_saved_and_removed_again_is_not_there(tmp_path: Path) -> None:
     """As transformers does with ZeRO 3. And nothing is in torch's old format, which DeepSpeed may be told to use."""
     from transformers import trainer
 
-    from reprieve.frameworks.transformers.collecting import Collecting
+    from reprieve.adapters.transformers.save.interception import Collecting
 
     with Collecting(tmp_path) as collecting:
         for name in ("model.safetensors", "other.safetensors"):
@@ -339,15 +339,15 @@ def test_transformers_bar_is_back_after_the_training(monkeypatch: pytest.MonkeyP
     """While ours is drawn, what is logged is printed above it."""
     from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, PrinterCallback, ProgressCallback
 
-    from reprieve.frameworks.transformers import starting
+    from reprieve.adapters.transformers import preflight
 
     handler: Any = CallbackHandler([DefaultFlowCallback, ProgressCallback], None, None, None, None)
     handler.args = SimpleNamespace(disable_tqdm=False)
     theirs = handler.callbacks[1]
-    monkeypatch.setattr(starting, "terminal", lambda: None)
-    with starting.bar_replaced(handler):
+    monkeypatch.setattr(preflight, "terminal", lambda: None)
+    with preflight.bar_replaced(handler):
         assert handler.callbacks[1] is theirs
-    monkeypatch.setattr(starting, "terminal", lambda: "one")
-    with starting.bar_replaced(handler):
+    monkeypatch.setattr(preflight, "terminal", lambda: "one")
+    with preflight.bar_replaced(handler):
         assert [type(one) for one in handler.callbacks] == [DefaultFlowCallback, PrinterCallback]
     assert handler.callbacks[1:] == [theirs]

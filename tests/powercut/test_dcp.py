@@ -16,9 +16,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from reprieve.adapters.dcp import save_folder
 from reprieve.checkpoint.buffers.block_pool import BlockPool
 from reprieve.checkpoint.folder.verify import verify
-from reprieve.dcp import StorageReader, StorageWriter, folder
+from reprieve.dcp import StorageReader, StorageWriter
 from reprieve.storage.disk import Disk
 
 from ..integration.dcp_ranks import Dies
@@ -33,12 +34,12 @@ def state(number: int) -> dict[str, Any]:
 
 def save(path: Path, number: int, disk: Disk) -> None:
     dcp.save(state(number), storage_writer=StorageWriter(path, disk=disk))
-    folder.wait_for_removals()
+    save_folder.wait_for_removals()
 
 
 def number_at(path: Path) -> int:
     """Which state a reader finds there, whole; 0 for none."""
-    if not folder.whole_at(path).exists():
+    if not save_folder.whole_at(path).exists():
         return 0
     found = state(0)
     try:

@@ -28,11 +28,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItemType
 
 import reprieve
+from reprieve.adapters.dcp import save_folder
 from reprieve.checkpoint.buffers.block_pool import BLOCK_BYTES, BlockPool
 from reprieve.checkpoint.folder import catalog
 from reprieve.checkpoint.folder.verify import verify
 from reprieve.checkpoint.format.manifest import MANIFEST, SENTINEL
-from reprieve.dcp import StorageReader, StorageWriter, folder
+from reprieve.dcp import StorageReader, StorageWriter
 from reprieve.storage.disk import Disk, OpenFile
 
 FLIPS = 5_000 if SOAK else 400
@@ -99,7 +100,7 @@ def bits(tree: Any) -> Any:
 def save(path: Path, seed: int = 1, **options: Any) -> dict[str, Any]:
     state = a_state(seed)
     dcp.save(state, storage_writer=StorageWriter(path, **options))
-    folder.wait_for_removals()
+    save_folder.wait_for_removals()
     return state
 
 
@@ -371,7 +372,7 @@ class Materialising(DefaultLoadPlanner):
 
 
 def test_a_planner_that_hands_tensors_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reprieve.dcp.reader._HELD_BYTES", 300_000)  # several passes
+    monkeypatch.setattr("reprieve.adapters.dcp.reader._HELD_BYTES", 300_000)  # several passes
     state = {f"w{number}": torch.randn(200, 300) for number in range(7)}
     dcp.save(state, storage_writer=StorageWriter(tmp_path / "it"))
     assert bits(load(StorageReader(tmp_path / "it"), state, planner=Materialising())) == bits(state)
@@ -475,9 +476,9 @@ def test_a_save_that_another_process_is_writing_is_left_alone(tmp_path: Path) ->
     program = f"""
 import sys
 from pathlib import Path
-from reprieve.dcp import folder
+from reprieve.adapters.dcp import save_folder
 from reprieve.storage.disk import Disk
-folder.begin(Disk(), Path({str(path)!r}), "theirs")
+save_folder.begin(Disk(), Path({str(path)!r}), "theirs")
 print("ready", flush=True)
 sys.stdin.read()
 """
@@ -488,9 +489,9 @@ sys.stdin.read()
         with raises(reprieve.FolderInUse, ".last.saving is being written by another process"):
             save(path)
         save(tmp_path / "other")
-        assert folder.join(folder.saving(path)) == "theirs"
+        assert save_folder.join(save_folder.saving(path)) == "theirs"
         with pytest.raises(reprieve.CheckpointError, match="not there"):
-            folder.join(folder.saving(tmp_path / "other"))
+            save_folder.join(save_folder.saving(tmp_path / "other"))
     finally:
         other.stdin.close()
         other.stdout.close()
@@ -505,7 +506,7 @@ class Robbed(DefaultSavePlanner):
     path = Path()
 
     def finish_plan(self, new_plan: Any) -> Any:
-        folder.begin(Disk(), self.path, "theirs")  # of the same process: no lock tells the two apart
+        save_folder.begin(Disk(), self.path, "theirs")  # of the same process: no lock tells the two apart
         return super().finish_plan(new_plan)
 
 
@@ -518,14 +519,14 @@ def test_a_save_that_lost_its_folder_to_another_does_not_commit(when: str, tmp_p
         def flush(self, file: OpenFile) -> None:
             super().flush(file)
             if file.path.name.endswith(".distcp"):
-                folder.begin(Disk(), path, "theirs")
+                save_folder.begin(Disk(), path, "theirs")
 
     planner, disk = (Robbed(), None) if when == "before it writes" else (None, Late())
     if planner is not None:
         planner.path = path
     with raises(reprieve.Fenced, "has taken over"):
         dcp.save(a_state(2), storage_writer=StorageWriter(path, disk=disk), planner=planner)
-    assert folder.join(folder.saving(path)) == "theirs", "it is not ours to remove"
+    assert save_folder.join(save_folder.saving(path)) == "theirs", "it is not ours to remove"
     assert bits(load(StorageReader(path))) == bits(a_state(1))
 
 
@@ -534,9 +535,9 @@ def test_a_crash_between_the_two_renames(tmp_path: Path, caplog: pytest.LogCaptu
     save(path, 1)
     (path / "config.json").write_text("{}")
     save(tmp_path / "new", 2)
-    path.rename(folder.replaced(path))
+    path.rename(save_folder.replaced(path))
     assert bits(load(StorageReader(path))) == bits(a_state(1)), "the old one, where it was put aside"
-    (tmp_path / "new").rename(folder.saving(path))
+    (tmp_path / "new").rename(save_folder.saving(path))
     assert bits(load(StorageReader(path))) == bits(a_state(2)), "the new one was whole already"
     assert "after a crash" in caplog.text
     with warnings.catch_warnings():
@@ -552,8 +553,8 @@ def test_storage_that_does_not_let_us_look_after_a_crash(tmp_path: Path, monkeyp
     path = tmp_path / "last"
     save(path, 1)
     save(tmp_path / "new", 2)
-    path.rename(folder.replaced(path))
-    (tmp_path / "new").rename(folder.saving(path))
+    path.rename(save_folder.replaced(path))
+    (tmp_path / "new").rename(save_folder.saving(path))
     with monkeypatch.context() as patch:
         patch.setattr(catalog, "read_manifest", _stale)
         with pytest.raises(dcp.CheckpointException, match="Stale"):

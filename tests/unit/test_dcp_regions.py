@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reprieve.adapters.dcp.regions import Box, RowsSink, in_between, targets_of
 from reprieve.checkpoint.buffers.block_pool import Block
 from reprieve.checkpoint.io.reader import Target
-from reprieve.dcp.regions import Box, RowsSink, in_between, targets_of
 
 DTYPES = [torch.float32, torch.int64, torch.bool, torch.bfloat16, torch.complex64, torch.float8_e4m3fn]
 BLOCK = Block(pinned=False)

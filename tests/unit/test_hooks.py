@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from reprieve.frameworks.transformers.all_trainers import protect_all
+from reprieve.adapters.transformers.all_trainers import protect_all
 from reprieve.launch.hooks import HOOK, add_to, install
 from reprieve.launch.reports import Listener, Seen
 from reprieve.progress import report
@@ -147,7 +147,7 @@ def test_the_loop_api_is_told(env: dict[str, str], listener: Listener, code: str
 
 def test_a_trainer_is_told_before_it_exists(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(report.LAUNCHER, str(listener.path))
-    monkeypatch.setattr("reprieve.frameworks.transformers.watch.ready", lambda _: None)
+    monkeypatch.setattr("reprieve.adapters.transformers.watch.ready", lambda _: None)
     protect_all(SimpleNamespace(Trainer=type("Trainer", (), {"train": lambda self: None})))  # type: ignore[arg-type]
     assert [one["event"] for one in listener.read()] == [report.PROTECTED]
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler, TensorDataset
 
 import reprieve
-from reprieve.frameworks.loop.counting import Counting, Sizes, sizes
+from reprieve.adapters.loop.sample_counter import Counting, Sizes, sizes
 
 TEN = TensorDataset(torch.zeros(10, 2))
 

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from reprieve.errors import RankFailed
-from reprieve.frameworks.telling import Telling
 from reprieve.launch.reports import PAUSE, Listener, Seen, tell
 from reprieve.progress import report
 from reprieve.progress.report import Reporter
+from reprieve.session.run_reporter import Telling
 from reprieve.settings import resolve
 
 MANY = 2000

@@ -24,8 +24,8 @@ HOOK = Path(__file__).with_name("hook")
 
 WHEN_IMPORTED: dict[str, str] = {
     "torch": "reprieve.launch.hooks:tell_torch",
-    "transformers.trainer": "reprieve.frameworks.transformers.all_trainers:protect_all",
-    "reprieve.frameworks.loop.run": "reprieve.launch.hooks:tell_protected",
+    "transformers.trainer": "reprieve.adapters.transformers.all_trainers:protect_all",
+    "reprieve.adapters.loop.run": "reprieve.launch.hooks:tell_protected",
     "reprieve.checkpoint.checkpointer": "reprieve.launch.hooks:tell_protected",
     "torch.distributed.elastic.multiprocessing.api": "reprieve.launch.rank_launchers:watch_torchrun",
     "accelerate.commands.launch": "reprieve.launch.rank_launchers:watch_accelerate",

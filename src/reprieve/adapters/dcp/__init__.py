@@ -1,0 +1,1 @@
+"""PyTorch DCP's StorageWriter and StorageReader on the checkpoint engine. The public names are in `reprieve.dcp`."""

@@ -1,0 +1,37 @@
+"""Hugging Face Transformers, TRL, PEFT: a trainer that can be stopped.
+
+    trainer = reprieve.transformers.protect(Trainer(…))
+    trainer.train()
+
+Under `reprieve run` every `Trainer` is protected, and nobody has to say so.
+"""
+
+from __future__ import annotations
+
+import functools
+import signal
+from typing import Any, TypeVar
+
+from reprieve.adapters.transformers.protection import protection_of
+from reprieve.data import worker_signals
+from reprieve.preemption.guard import signal_number
+from reprieve.preemption.signals import watch
+
+T = TypeVar("T")
+
+
+def protect(trainer: T, **options: Any) -> T:
+    """From now on `trainer.train()` resumes, saves in the background, and can be stopped at any moment.
+
+    The options are those of `reprieve.Run`: `every`, `keep`, `fresh`, `name`, `grace`, `kill_wait`, `signals`,
+    `notices`, `exit_wait`, …; `checkpoints` is the folder, `TrainingArguments.output_dir` if it is not given. What
+    TrainingArguments say (`save_steps`, `save_total_limit`, …) holds where nothing else is said.
+    """
+    protection = protection_of(trainer, options)
+    # Before train(): that may be in a thread, and DataLoaders may be used before it.
+    signals = [signal_number(one) for one in options.get("signals", (signal.SIGTERM,))]
+    watch.ready(signals)
+    worker_signals.shield(signals)
+    real = trainer.train  # type: ignore[attr-defined]
+    trainer.train = functools.wraps(real)(functools.partial(protection.train, real))  # type: ignore[attr-defined]
+    return trainer

@@ -1,0 +1,1 @@
+"""How a Hugging Face trainer resumes: position, strict loading, trainer state, data."""

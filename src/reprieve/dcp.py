@@ -1,0 +1,16 @@
+"""PyTorch Distributed Checkpoint (DCP) on Reprieve's engine: pass these to `dcp.save`, `dcp.async_save` and `dcp.load`.
+
+    dcp.save(state, storage_writer=StorageWriter("checkpoints/step-100"))
+    dcp.load(state, storage_reader=StorageReader("checkpoints/step-100"))
+
+DCP decides what is saved and by whom; Reprieve decides how it reaches the disk: direct I/O, a checksum for each block,
+and a checkpoint that becomes visible only when it is whole and durable. The files are DCP's own (`.distcp` and
+`.metadata`): stock DCP loads them, and the reader loads stock ones. See docs/dcp.md.
+"""
+
+from __future__ import annotations
+
+from reprieve.adapters.dcp.reader import StorageReader
+from reprieve.adapters.dcp.writer import StorageWriter
+
+__all__ = ["StorageReader", "StorageWriter"]

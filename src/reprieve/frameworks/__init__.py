@@ -1,1 +1,0 @@
-"""One thin adapter for each way of writing a training loop."""

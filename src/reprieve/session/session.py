@@ -1,0 +1,297 @@
+"""What a protected training is made of, whatever its loop looks like: signals, ranks, checkpoints, boundaries, the end.
+
+An adapter (`loop.run`, `transformers.training`) knows where its loop is and what belongs to a checkpoint. It comes to
+boundaries, asks there whether it has to save or to stop, and tells this session to.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from reprieve.checkpoint.checkpointer import Checkpointer
+from reprieve.checkpoint.results import Restored, Save
+from reprieve.clock import Clock
+from reprieve.console import show_logs
+from reprieve.data import worker_signals
+from reprieve.errors import RankFailed, RanksError, ReprieveError, StorageError
+from reprieve.preemption.deadline import grace_period
+from reprieve.preemption.ending import Preempted, ending
+from reprieve.preemption.guard import Guard
+from reprieve.progress.facts import SAVING
+from reprieve.ranks.group import LIMIT, Ranks
+from reprieve.session.boundaries import Boundaries
+from reprieve.session.run_reporter import Parts, Position, Telling
+from reprieve.session.shutdown import MARGIN_S, Stopping
+from reprieve.settings import ALL, Settings
+from reprieve.storage.disk import Disk
+from reprieve.storage.uri import for_run
+from reprieve.units import parse_duration
+
+log = logging.getLogger("reprieve")
+
+_LEAVE_S = 3.0
+"""How long it may take to say that the process ends, where there is nothing to save."""
+
+_open: weakref.WeakValueDictionary[Path, Session] = weakref.WeakValueDictionary()
+
+
+class Session:
+    """From the first signal that is heard to the last one."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        position: Callable[[], Position],
+        state: Mapping[str, Any],
+        parts: Parts | None = None,
+        bar: bool = True,
+        grace: str | float | timedelta | None = None,
+        signals: Iterable[int | str] = (signal.SIGTERM,),
+        notices: str | Sequence[str] = "auto",
+        exit_wait: str | float | timedelta = "5s",
+        rank_timeout: str | float | timedelta = LIMIT,
+        ranks: Ranks | None = None,
+        disk: Disk | None = None,
+        clock: Clock | None = None,
+        **checkpointer: Any,
+    ) -> None:
+        """`position`: how far the loop is. `state`: what the engine saves of itself. `parts`: what a drill compares;
+        default: the engine's state. `bar`: nobody else draws one."""
+        assert settings.checkpoints is not None
+        ending.prepare()
+        show_logs()
+        self.settings = settings
+        self.root = for_run(settings.checkpoints)
+        self.stopped: Preempted | None = None
+        self.finished = False
+        self._finished_at: int | None = None
+        self.last_saved: int | None = 0
+        """The step of the last checkpoint that was asked for, or restored; None: it is lost, or more was done since
+        that belongs to the same step."""
+        self._position = position
+        self._exit_wait = parse_duration(exit_wait)
+        self._closed = False
+        self._past_beginning = threading.Event()
+        """Something is saved, or ends, that a stop waits for."""
+        self._boundaries: Boundaries | None = None
+        self._telling: Telling | None = None
+        self.guard = Guard(
+            self._told_to_stop,
+            grace=grace_period(grace),
+            signals=signals,
+            kill_wait=settings.kill_wait,
+            notices=notices,
+        )
+        self._close_earlier()
+        worker_signals.shield(self.guard.signals)
+        self.guard.start()
+        try:
+            self.ranks = ranks if ranks is not None else Ranks.detect(parse_duration(rank_timeout))
+            show_logs(self.ranks.rank)
+            self._telling = Telling(self.ranks.rank, self.ranks.world_size, settings, bar=bar)
+            self.checkpointer = Checkpointer(
+                self.root, every=settings.every, keep=None if settings.keep == ALL else int(settings.keep),
+                run=settings.name, fresh=settings.fresh, ranks=self.ranks, disk=disk, clock=clock,
+                **checkpointer, **state,
+            )  # fmt: skip
+            self._parts = parts or self.checkpointer.parts
+            self._boundaries = Boundaries(
+                self.ranks.scoped("loop"), self.guard, self.checkpointer.schedule, self._lost_a_rank, self._tell_step
+            )
+            if self.guard.stop is not None:
+                self._boundaries.ask_to_stop()
+            self._stopping = Stopping(
+                self.checkpointer, self.ranks, self.guard, self._exit_wait, self._telling, self._parts
+            )
+        except BaseException as error:
+            self.refused(error)
+            raise
+        _open[self.root] = self
+        atexit.register(_close_at_exit, weakref.ref(self))
+
+    @property
+    def boundaries(self) -> Boundaries:
+        assert self._boundaries is not None
+        return self._boundaries
+
+    @property
+    def telling(self) -> Telling:
+        assert self._telling is not None
+        return self._telling
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    # The beginning
+
+    def restored(self, found: Restored | None) -> None:
+        """What the run goes on from is known, and what the engine saved is restored."""
+        if found is not None:
+            self.last_saved = found.step
+            self.finished = found.finished is not None
+            self._finished_at = found.step if self.finished else None
+        self.telling.started(
+            found, finished=self.finished, checkpointer=self.checkpointer,
+            heard=self.guard.signals if self.guard.hears_signals else (),
+        )  # fmt: skip
+
+    def restored_all(self) -> None:
+        """Everything that was saved is in memory again, also what the adapter restores itself."""
+        self.telling.restored(self._parts)
+
+    def refused(self, error: BaseException) -> None:
+        """It could not be set up."""
+        if self._telling is not None:
+            self._telling.refused(error)
+        self.close()
+
+    # Saving
+
+    def save(self, *, background: bool, within: timedelta | None = None, **details: Any) -> Save:
+        """`details`: see `Checkpointer.save`."""
+        self._past_beginning.set()
+        step, began = self._position().step, time.monotonic()
+        with self.telling.tracker.pausing(SAVING):
+            save = self.checkpointer.save(step, background=background, within=within, **details)
+        self.last_saved = step
+        self.boundaries.saved()
+        self.telling.saving(save, began)
+        if within is None:
+            self.telling.count(self.checkpointer)
+        return save
+
+    def save_beside(self, save: Callable[[], object]) -> None:
+        """A periodic save. One that storage refuses is said, and the next is tried when it is due: training goes on."""
+        self.settle()
+        try:
+            save()
+        except (StorageError, RankFailed) as error:  # of another rank's storage the others hear as RankFailed
+            step = self._position().step
+            log.error("step %d is not saved: %s. Training goes on", step, error)
+            self.checkpointer.schedule.saved(step)
+            self.boundaries.saved()
+
+    def settle(self) -> bool:
+        """Wait for the periodic save that is running. Has something gone wrong in the background? Then it is said, and
+        training goes on."""
+        failed = self.checkpointer.settle()
+        if failed is not None:
+            log.error("the periodic save before this one failed: %s", failed)
+            self.last_saved = None
+        return failed is not None
+
+    # The end
+
+    def stop(self, save: Callable[[timedelta | None], object]) -> Preempted:
+        """At a boundary that all ranks stand at: save, leave together; what to raise."""
+        self._past_beginning.set()
+        self._tell_step()
+        self.stopped = self._stopping.stop(self._position().step, self.last_saved, save)
+        return self.stopped
+
+    def finish(self, what: Any) -> None:
+        """Training is done. If its last step is saved, that is marked as the last."""
+        self._past_beginning.set()
+        step = self._position().step
+        if step == self.last_saved:
+            self.checkpointer.finish(step, what)
+        self.finished, self._finished_at = True, step
+        self._tell_step()
+        self.telling.finished(step)
+
+    def close(self, *, together: bool = True) -> None:
+        """Finish what is being saved, and hear no more signals."""
+        if self._closed:
+            return
+        self._closed = True
+        self._past_beginning.set()
+        if self._telling is not None and self.stopped is None:
+            self._tell_step()
+            step = self._position().step
+            # One that was finished before may have gone on since: more was asked for.
+            self._telling.closing(step, finished=step == self._finished_at)
+        self.guard.close()
+        worker_signals.unshield(self.guard.signals)
+        with contextlib.ExitStack() as stack:
+            if getattr(self, "ranks", None) is not None:
+                stack.callback(self.ranks.close)
+            if getattr(self, "checkpointer", None) is not None:
+                stack.callback(self.checkpointer._close, together=together)
+            if self._boundaries is not None:
+                stack.callback(self._boundaries.close)
+
+    # What is told, and by whom
+
+    def _tell_step(self) -> None:
+        self.telling.step(self._position())
+
+    def _told_to_stop(self) -> None:
+        stop = self.guard.stop
+        if stop is not None and stop.certain and (left := stop.left()) is not None:
+            # For the case that no boundary comes before that.
+            ending.within(left - MARGIN_S, why="the grace period is over:", decided=False)
+        if self._boundaries is not None:
+            self._boundaries.ask_to_stop()
+        self._end_at_the_beginning()
+
+    def _end_at_the_beginning(self) -> None:
+        """As long as nothing was trained there is nothing to save, and it may take long to get to a boundary: the
+        process loads a checkpoint, reads data again, compiles. On a thread of the guard."""
+        if self._past_beginning.wait(self._exit_wait.total_seconds()):
+            return
+        stop, step = self.guard.stop, self.last_saved or 0
+        assert stop is not None
+        ahead = self._boundaries is not None and not self._boundaries.at_the_first
+        if ahead or self._position().step > step:
+            return
+        log.warning("no step was done since the start: there is nothing to save, and nothing to wait for")
+        ending.within(_LEAVE_S)
+        with contextlib.suppress(ReprieveError):
+            if getattr(self, "ranks", None) is not None:
+                self.ranks.agree("end at the beginning", limit=timedelta(seconds=_LEAVE_S / 2))
+        with contextlib.suppress(ReprieveError):
+            if getattr(self, "checkpointer", None) is not None:
+                self.checkpointer.leave()
+        if self._telling is not None:
+            self._telling.stopping(stop.reason, step)
+            self._telling.stopped(step, saved=step > 0, times={"signal": stop.at, "agreed": time.monotonic()})
+        with contextlib.suppress(Exception):  # theirs
+            self.guard.call_previous_handler()
+        ending.now()
+
+    def _lost_a_rank(self, error: RanksError) -> None:
+        """The main thread probably waits for a dead rank in a collective. While nothing but the store is lost, and
+        nobody wants to stop, training goes on."""
+        if isinstance(error, RankFailed) and self.guard.stop is None:
+            self.telling.failed(error)
+        if isinstance(error, RankFailed) or self.guard.stop is not None:
+            ending.within(self._exit_wait.total_seconds(), code=1, why=f"{error};")
+
+    def _close_earlier(self) -> None:
+        """In a notebook the same cell may run twice."""
+        earlier = _open.get(self.root)
+        if earlier is not None and not earlier.closed:
+            log.info("the run that this process has in %s is closed: a new one begins", self.root)
+            earlier.close()
+
+
+def _close_at_exit(session: weakref.ref[Session]) -> None:
+    if (open_session := session()) is not None:
+        # In an interpreter that somebody types into, it may be any error.
+        uncaught = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+        if uncaught is not None and not open_session.closed:
+            open_session.telling.failed(uncaught)
+        open_session.close(together=False)
