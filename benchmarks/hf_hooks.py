@@ -50,6 +50,7 @@ def _measure_in(folder: str) -> dict[str, float]:
     from transformers import TrainerCallback
 
     from benchmarks.hf_script import Tokens
+    from reprieve.adapters.transformers import protection
     from reprieve.adapters.transformers.training import Training
     from reprieve.data.loader import LoaderPass, LoaderSource
     from reprieve.transformers import protect
@@ -57,7 +58,7 @@ def _measure_in(folder: str) -> dict[str, float]:
     trainer = protect(_trainer(folder, Tokens(64, 1)), notices="off")
     clock = _Clock()
     read: list[tuple[float, int]] = []
-    events = next(one for one in trainer.callback_handler.callbacks if isinstance(one, protect._Events))
+    events = next(one for one in trainer.callback_handler.callbacks if isinstance(one, protection._Events))
     for name in ("on_log", "on_epoch_end"):
         setattr(events, name, clock.ours(getattr(events, name)))
 

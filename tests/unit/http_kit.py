@@ -8,7 +8,7 @@ from http.client import HTTPConnection
 
 from progress_kit import progress
 
-from reprieve.progress.http import HttpSink
+from reprieve.progress.sinks.http import HttpSink
 
 
 @contextlib.contextmanager

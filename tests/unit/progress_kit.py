@@ -11,7 +11,7 @@ from typing import Any
 
 from helpers import FakeClock
 
-from reprieve.progress.facts import EVALUATING, SAVING, TRAINING, Checkpoints, Progress
+from reprieve.progress.snapshot import EVALUATING, SAVING, TRAINING, Checkpoints, Progress
 from reprieve.progress.tracker import Tracker
 
 AT = 1_700_000_000.0

@@ -11,12 +11,12 @@ from urllib.request import urlopen
 from progress_kit import progress, strict_json
 from status_server import StatusServer
 
-from reprieve.progress.bar import BarSink
-from reprieve.progress.file import FileSink
-from reprieve.progress.http import HttpSink
-from reprieve.progress.kubeflow import KubeflowSink
-from reprieve.progress.sinks import Sink
-from reprieve.progress.termination import TerminationSink
+from reprieve.progress.sinks.base import Sink
+from reprieve.progress.sinks.file import FileSink
+from reprieve.progress.sinks.http import HttpSink
+from reprieve.progress.sinks.kubeflow import KubeflowSink
+from reprieve.progress.sinks.terminal_bar import BarSink
+from reprieve.progress.sinks.termination_log import TerminationSink
 
 
 class Rig:

@@ -11,9 +11,9 @@ import pytest
 from progress_kit import progress
 from rich.console import Console
 
-from reprieve.progress import bar
-from reprieve.progress.bar import BarSink
-from reprieve.progress.facts import Checkpoints, Progress
+from reprieve.progress.sinks import terminal_bar
+from reprieve.progress.sinks.terminal_bar import BarSink
+from reprieve.progress.snapshot import Checkpoints, Progress
 
 
 def shown(*told: Progress) -> str:
@@ -38,7 +38,7 @@ def shown(*told: Progress) -> str:
     ],
 )  # fmt: skip
 def test_what_the_bar_says(changes: dict[str, Any], facts: str) -> None:
-    assert bar.facts(progress(**changes)) == facts
+    assert terminal_bar.facts(progress(**changes)) == facts
     assert facts in shown(progress(**changes))
 
 
@@ -63,10 +63,10 @@ def test_no_bar_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
             return True
 
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    assert bar.terminal() is None
+    assert terminal_bar.terminal() is None
     monkeypatch.setattr(sys, "stderr", None)
-    assert bar.terminal() is None
+    assert terminal_bar.terminal() is None
     monkeypatch.setattr(sys, "stderr", Stream())
-    assert bar.terminal() is not None
+    assert terminal_bar.terminal() is not None
     monkeypatch.setitem(sys.modules, "rich.console", None)
-    assert bar.terminal() is None, "rich is not installed"
+    assert terminal_bar.terminal() is None, "rich is not installed"

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from progress_kit import until
 
-from reprieve.progress import bar
-from reprieve.progress.choose import choose
 from reprieve.progress.publisher import Publisher
+from reprieve.progress.sinks import terminal_bar
+from reprieve.progress.sinks.factory import choose
 from reprieve.progress.tracker import Tracker
 from reprieve.settings import resolve
 
@@ -71,9 +71,9 @@ def test_a_bar_is_drawn_where_one_is_wanted_and_can_be(monkeypatch: pytest.Monke
     def found(wanted: bool) -> list[str]:
         return [one.name for one in choose(resolve({}, {}), NO_LOG, bar=wanted)]
 
-    monkeypatch.setattr(bar, "terminal", lambda: None)
+    monkeypatch.setattr(terminal_bar, "terminal", lambda: None)
     assert found(True) == []
-    monkeypatch.setattr(bar, "terminal", Console)
+    monkeypatch.setattr(terminal_bar, "terminal", Console)
     assert (found(True), found(False)) == (["the progress bar"], [])
 
 
@@ -105,7 +105,7 @@ def test_torch_is_not_imported() -> None:
 
     code = (
         "import sys; from reprieve.progress.publisher import Publisher; from reprieve.progress.tracker import Tracker; "
-        "import reprieve.progress.http, reprieve.progress.kubeflow, reprieve.progress.bar; "
+        "import reprieve.progress.sinks.http, reprieve.progress.sinks.kubeflow, reprieve.progress.sinks.terminal_bar; "
         "assert not {'torch', 'numpy', 'rich'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

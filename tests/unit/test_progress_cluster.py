@@ -6,13 +6,13 @@ import socket
 
 import pytest
 
-from reprieve.progress import cluster
+from reprieve.progress import pod
 
 PROMETHEUS_ACCEPTS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
 
 
 def test_outside_a_pod_on_loopback_alone() -> None:
-    assert cluster.addresses({"POD_IP": "10.0.0.7"}) == ["127.0.0.1"]
+    assert pod.addresses({"POD_IP": "10.0.0.7"}) == ["127.0.0.1"]
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_in_a_pod_on_its_own_address_too(
         return hostname
 
     monkeypatch.setattr(socket, "gethostbyname", look_up)
-    assert cluster.addresses({"KUBERNETES_SERVICE_HOST": "10.96.0.1", **env}) == found
+    assert pod.addresses({"KUBERNETES_SERVICE_HOST": "10.96.0.1", **env}) == found
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_in_a_pod_on_its_own_address_too(
 def test_what_people_look_for_in_the_log_of_a_pod(
     env: dict[str, str], said: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cluster.say_protected(env)
+    pod.say_protected(env)
     lines = [
         "[Kubeflow] JIT checkpoint signal handler registered for SIGTERM",
         "[Kubeflow] JIT checkpointing enabled",

@@ -8,7 +8,7 @@ import pytest
 from helpers import FakeClock
 from progress_kit import Job
 
-from reprieve.progress.facts import EVALUATING, SAVING
+from reprieve.progress.snapshot import EVALUATING, SAVING
 from reprieve.progress.tracker import Tracker
 
 CONSTANT: dict[str, dict[str, Any]] = {

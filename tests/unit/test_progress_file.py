@@ -13,9 +13,9 @@ import pytest
 from helpers import FakeClock
 from progress_kit import progress, strict_json
 
-from reprieve.progress import wire
-from reprieve.progress.facts import Checkpoints
-from reprieve.progress.file import FileSink
+from reprieve.progress.formats import progress_json
+from reprieve.progress.sinks.file import FileSink
+from reprieve.progress.snapshot import Checkpoints
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_some_news_is_written_at_once(path: Path, clock: FakeClock, news: dict[s
     sink = FileSink(path, every_steps=1000, clock=clock)
     sink.update(progress())
     sink.update(progress(**news))
-    assert json.loads(path.read_text()) == wire.for_file(progress(**news))
+    assert json.loads(path.read_text()) == progress_json.for_file(progress(**news))
 
 
 def test_the_last_word_is_always_written(path: Path, clock: FakeClock) -> None:

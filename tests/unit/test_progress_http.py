@@ -12,7 +12,7 @@ import pytest
 from http_kit import ask, listening
 from progress_kit import progress, strict_json
 
-from reprieve.progress.http import HttpSink
+from reprieve.progress.sinks.http import HttpSink
 
 PROMETHEUS_ACCEPTS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
 

@@ -14,8 +14,8 @@ import pytest
 from http_kit import ask, listening
 from progress_kit import progress, until
 
-from reprieve.progress import http
-from reprieve.progress.http import HttpSink
+from reprieve.progress.sinks import http
+from reprieve.progress.sinks.http import HttpSink
 
 
 @pytest.fixture

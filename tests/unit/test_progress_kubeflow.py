@@ -12,9 +12,9 @@ from helpers import FakeClock
 from progress_kit import ODD_NAME, ODD_NUMBERS, progress, strict_json
 from status_server import MOST_BYTES, StatusServer
 
-from reprieve.progress.facts import Checkpoints, Progress
-from reprieve.progress.kubeflow import KubeflowError, KubeflowSink, body
 from reprieve.progress.publisher import Publisher
+from reprieve.progress.sinks.kubeflow import KubeflowError, KubeflowSink, body
+from reprieve.progress.snapshot import Checkpoints, Progress
 from reprieve.progress.tracker import Tracker
 
 pytestmark = pytest.mark.usefixtures("patient")

@@ -11,8 +11,8 @@ from helpers import FakeClock
 from progress_kit import progress, strict_json, until
 from status_server import TOKEN, StatusServer, make_certificate
 
-from reprieve.progress.kubeflow import KubeflowError, KubeflowSink
 from reprieve.progress.publisher import Publisher
+from reprieve.progress.sinks.kubeflow import KubeflowError, KubeflowSink
 from reprieve.progress.tracker import Tracker
 
 CA_CERT = "KUBEFLOW_TRAINER_SERVER_CA_CERT"

@@ -8,8 +8,8 @@ from typing import Any
 
 from progress_kit import AT, ODD_NAME, ODD_NUMBERS, progress
 
-from reprieve.progress import prometheus
-from reprieve.progress.facts import STATES, Checkpoints, Progress
+from reprieve.progress.formats import prometheus
+from reprieve.progress.snapshot import STATES, Checkpoints, Progress
 
 NOTHING = Progress(at=AT)
 

@@ -11,8 +11,8 @@ import pytest
 from progress_kit import until
 
 from reprieve.progress import publisher as publishers
-from reprieve.progress.facts import Progress
 from reprieve.progress.publisher import Publisher
+from reprieve.progress.snapshot import Progress
 from reprieve.progress.tracker import Tracker
 
 CLOSE_S = publishers._CLOSE_S

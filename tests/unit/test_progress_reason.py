@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reprieve.errors import RankFailed, StateMismatch
-from reprieve.progress.reason import LONGEST, reason
+from reprieve.progress.failure_reason import LONGEST, reason
 
 TOKEN = "abcdefgh12345678"
 

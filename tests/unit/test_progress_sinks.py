@@ -13,10 +13,10 @@ import pytest
 from progress_kit import ODD_NAME, ODD_NUMBERS, progress, until
 from progress_rigs import BarRig, FileRig, HttpRig, KubeflowRig, Rig, TerminationRig
 
-from reprieve.progress import kubeflow
-from reprieve.progress.facts import Checkpoints, Progress
 from reprieve.progress.publisher import Publisher
-from reprieve.progress.sinks import Sink
+from reprieve.progress.sinks import kubeflow
+from reprieve.progress.sinks.base import Sink
+from reprieve.progress.snapshot import Checkpoints, Progress
 from reprieve.progress.tracker import Tracker
 
 LAST = 424_242

@@ -14,7 +14,7 @@ from torch import nn
 import reprieve
 from reprieve.checkpoint.folder.catalog import survey
 from reprieve.errors import FolderInUse, RankFailed
-from reprieve.progress.facts import Checkpoints, Progress
+from reprieve.progress.snapshot import Checkpoints, Progress
 from reprieve.session.run_reporter import Telling
 from reprieve.settings import resolve
 from reprieve.storage.disk import Disk, OpenFile

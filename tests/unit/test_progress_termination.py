@@ -9,9 +9,10 @@ import pytest
 from progress_kit import ODD_NAME, progress, strict_json
 
 from reprieve.launch.words import last_words
-from reprieve.progress import termination, wire
-from reprieve.progress.facts import Checkpoints
-from reprieve.progress.termination import LONGEST, TerminationSink
+from reprieve.progress.formats import progress_json
+from reprieve.progress.sinks import termination_log
+from reprieve.progress.sinks.termination_log import LONGEST, TerminationSink
+from reprieve.progress.snapshot import Checkpoints
 
 
 @pytest.fixture
@@ -68,7 +69,7 @@ def test_it_is_never_too_long_and_always_json(log: Path, much: dict[str, Any]) -
 
 def test_what_fits_is_told(log: Path) -> None:
     TerminationSink(log).close(progress(state="finished"))
-    assert strict_json(log.read_text()) == wire.for_http(progress(state="finished"))
+    assert strict_json(log.read_text()) == progress_json.for_http(progress(state="finished"))
 
 
 def test_the_launcher_leaves_progress_where_it_is(
@@ -97,4 +98,4 @@ def test_a_very_long_last_word_is_cut(log: Path, monkeypatch: pytest.MonkeyPatch
     last_words("x" * 9_999)
     assert log.stat().st_size <= LONGEST
     assert strict_json(log.read_text())["message"].startswith("xxx")
-    assert termination.path() == log
+    assert termination_log.path() == log

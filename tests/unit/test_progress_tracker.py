@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from helpers import FakeClock
 
-from reprieve.progress.facts import EVALUATING, SAVING, Checkpoints
+from reprieve.progress.snapshot import EVALUATING, SAVING, Checkpoints
 from reprieve.progress.tracker import Tracker
 
 

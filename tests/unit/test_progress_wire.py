@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from progress_kit import AT, ODD_NAME, ODD_NUMBERS, progress, strict_json
 
-from reprieve.progress import wire
-from reprieve.progress.facts import Checkpoints, Progress
+from reprieve.progress.formats import progress_json
+from reprieve.progress.snapshot import Checkpoints, Progress
 
 NOTHING = Progress(at=AT)
 NEVER_ODD = ("percent", "eta_s", "epoch", "total_epochs")
@@ -23,7 +23,7 @@ EVERYTHING_ODD = {
 
 
 def test_the_file() -> None:
-    assert wire.for_file(progress()) == {
+    assert progress_json.for_file(progress()) == {
         "epoch": 1, "totalEpochs": 3, "step": 150, "totalSteps": 300, "loss": "0.4523", "learningRate": "0.000050",
         "percentComplete": "50.0", "estimatedTimeRemaining": "2m", "lastUpdateTime": "2023-11-14T22:13:20Z",
         "state": "training", "reason": None, "saved": None, "currentEpoch": "1.50", "estimatedRemainingSeconds": 91,
@@ -62,7 +62,7 @@ def test_the_file() -> None:
     ],
 )
 def test_fractions_as_text(value: float | None, digits: int, told: str | None) -> None:
-    assert wire.text(value, digits) == told
+    assert progress_json.text(value, digits) == told
     if told is not None and value:
         assert float(told) != 0
 
@@ -76,7 +76,10 @@ def test_fractions_as_text(value: float | None, digits: int, told: str | None) -
 )  # fmt: skip
 def test_percents_are_rounded_down(percent: float | None, text: str | None, whole: int | None) -> None:
     one = progress(percent=percent)
-    assert (wire.for_file(one)["percentComplete"], wire.for_http(one)["progressPercentage"]) == (text, whole)
+    assert (progress_json.for_file(one)["percentComplete"], progress_json.for_http(one)["progressPercentage"]) == (
+        text,
+        whole,
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,8 +91,8 @@ def test_percents_are_rounded_down(percent: float | None, text: str | None, whol
 )  # fmt: skip
 def test_seconds_are_whole_and_zero_only_at_the_end(state: str, eta_s: float | None, told: int | None) -> None:
     one = progress(state=state, eta_s=eta_s)
-    assert wire.for_file(one)["estimatedRemainingSeconds"] == told
-    assert wire.for_http(one)["estimatedRemainingSeconds"] == told
+    assert progress_json.for_file(one)["estimatedRemainingSeconds"] == told
+    assert progress_json.for_http(one)["estimatedRemainingSeconds"] == told
 
 
 @pytest.mark.parametrize(
@@ -100,28 +103,28 @@ def test_seconds_are_whole_and_zero_only_at_the_end(state: str, eta_s: float | N
     ],
 )  # fmt: skip
 def test_the_time_left_as_text_is_rounded_up(eta_s: float | None, told: str | None) -> None:
-    assert wire.for_file(progress(eta_s=eta_s))["estimatedTimeRemaining"] == told
+    assert progress_json.for_file(progress(eta_s=eta_s))["estimatedTimeRemaining"] == told
 
 
 def test_no_time_is_left_only_at_the_end() -> None:
-    assert wire.for_file(progress(state="finished", eta_s=0.0))["estimatedTimeRemaining"] == "0s"
-    assert wire.for_file(progress(state="stopped", eta_s=0.0))["estimatedTimeRemaining"] == "1s"
+    assert progress_json.for_file(progress(state="finished", eta_s=0.0))["estimatedTimeRemaining"] == "0s"
+    assert progress_json.for_file(progress(state="stopped", eta_s=0.0))["estimatedTimeRemaining"] == "1s"
 
 
 def test_what_is_not_known_is_null() -> None:
-    told = wire.for_file(NOTHING)
+    told = progress_json.for_file(NOTHING)
     known = {name for name, value in told.items() if value is not None}
     assert known == {"step", "lastUpdateTime", "state", "restarts", "checkpointing"}
     assert told["checkpointing"]["latestCheckpoint"] is None
 
 
 def test_a_part_of_an_epoch_is_an_epoch_to_do() -> None:
-    assert wire.for_file(progress(epoch=2.4, total_epochs=2.5))["totalEpochs"] == 3
+    assert progress_json.for_file(progress(epoch=2.4, total_epochs=2.5))["totalEpochs"] == 3
 
 
 def test_a_save_under_way() -> None:
     saves = Checkpoints(saving=160, saving_fraction=0.999)
-    told = wire.for_file(progress(checkpoints=saves))["checkpointing"]
+    told = progress_json.for_file(progress(checkpoints=saves))["checkpointing"]
     assert (told["savingStep"], told["savingPercentage"]) == (160, 99)
 
 
@@ -129,7 +132,7 @@ def test_a_save_under_way() -> None:
 
 
 def test_what_is_told_over_http() -> None:
-    told = wire.for_http(progress())
+    told = progress_json.for_http(progress())
     first = {
         "progressPercentage": 50, "estimatedRemainingSeconds": 91, "currentStep": 150, "totalSteps": 300,
         "currentEpoch": 1.5, "totalEpochs": 3, "trainMetrics": {"loss": 0.45231, "learning_rate": 5e-5},
@@ -139,12 +142,12 @@ def test_what_is_told_over_http() -> None:
     assert {name: told[name] for name in first} == first
     assert (told["samplesPerSecond"], told["state"]) == (32.0, "training")
     assert (told["resumedFrom"], told["resumedFromStep"]) == ("checkpoint-100", 100)
-    assert told["checkpointing"] == wire.for_file(progress())["checkpointing"]
+    assert told["checkpointing"] == progress_json.for_file(progress())["checkpointing"]
 
 
 def test_whole_numbers_are_whole() -> None:
     """A Go program reads them into an int, and refuses 50.0."""
-    told = wire.for_http(progress(total_epochs=3.0))
+    told = progress_json.for_http(progress(total_epochs=3.0))
     whole = ("progressPercentage", "estimatedRemainingSeconds", "currentStep", "totalSteps", "totalEpochs")
     assert {type(told[name]) for name in whole} == {int}
 
@@ -152,15 +155,15 @@ def test_whole_numbers_are_whole() -> None:
 # Whatever the numbers and names are
 
 
-@pytest.mark.parametrize("form", [wire.for_file, wire.for_http])
+@pytest.mark.parametrize("form", [progress_json.for_file, progress_json.for_http])
 def test_odd_numbers_and_names_are_valid_json(form: Any) -> None:
     odd = progress(
         train={**ODD_NUMBERS, ODD_NAME: 1.0}, evaluation=ODD_NUMBERS, reason=ODD_NAME,
         checkpoints=Checkpoints(latest=ODD_NAME), **EVERYTHING_ODD,
     )  # fmt: skip
-    told = strict_json(wire.dumps(form(odd)))
+    told = strict_json(progress_json.dumps(form(odd)))
     assert told["checkpointing"]["latestCheckpoint"] == ODD_NAME
-    if form is wire.for_http:
+    if form is progress_json.for_http:
         assert told["trainMetrics"] == {
             "nan": None, "inf": None, "minus": None, "tiny": 5e-324, "huge": 1.7e308, "whole": 7, ODD_NAME: 1.0,
         }  # fmt: skip
@@ -170,4 +173,4 @@ def test_odd_numbers_and_names_are_valid_json(form: Any) -> None:
 
 def test_what_is_no_json_is_not_written() -> None:
     with pytest.raises(ValueError, match="JSON"):
-        wire.dumps({"loss": math.nan})
+        progress_json.dumps({"loss": math.nan})

@@ -15,14 +15,14 @@ def say(text: str) -> None:
 
 def last_words(text: str) -> None:
     say(text)
-    from reprieve.progress import termination
+    from reprieve.progress.sinks import termination_log
 
-    path = termination.path()
+    path = termination_log.path()
     with contextlib.suppress(OSError):
         if path.exists():
             # What a rank has told of its progress stays: operators read it there.
-            told = termination.with_message(_content(path), text)
-            path.write_bytes(told or text.encode(errors="replace")[: termination.LONGEST])
+            told = termination_log.with_message(_content(path), text)
+            path.write_bytes(told or text.encode(errors="replace")[: termination_log.LONGEST])
 
 
 def _content(path: Path) -> bytes:

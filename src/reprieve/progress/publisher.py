@@ -14,9 +14,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from reprieve.progress.choose import choose
-from reprieve.progress.facts import Progress
-from reprieve.progress.sinks import Sink
+from reprieve.progress.sinks.base import Sink
+from reprieve.progress.sinks.factory import choose
+from reprieve.progress.snapshot import Progress
 from reprieve.progress.tracker import Tracker
 from reprieve.settings import Settings, resolve
 

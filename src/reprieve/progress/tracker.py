@@ -17,10 +17,10 @@ from dataclasses import replace
 from typing import Any
 
 from reprieve.clock import Clock, SystemClock
-from reprieve.progress.facts import FAILED, FINISHED, STARTING, STOPPED, TRAINING, Checkpoints, Progress
-from reprieve.progress.left import left
+from reprieve.progress.eta import left
 from reprieve.progress.metrics import EVALUATION, TRAIN, by_origin, detached, named, plain
-from reprieve.progress.pace import Pace
+from reprieve.progress.snapshot import FAILED, FINISHED, STARTING, STOPPED, TRAINING, Checkpoints, Progress
+from reprieve.progress.throughput import Pace
 
 
 class Tracker:

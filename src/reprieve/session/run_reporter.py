@@ -21,9 +21,9 @@ from reprieve.checkpoint.folder.catalog import Found
 from reprieve.checkpoint.results import Restored, Save
 from reprieve.checkpoint.state.fingerprint import fingerprints
 from reprieve.errors import OwnershipError, RankFailed, needs_a_person
-from reprieve.progress import cluster, report
+from reprieve.progress import pod, report
+from reprieve.progress.failure_reason import reason
 from reprieve.progress.publisher import Publisher
-from reprieve.progress.reason import reason
 from reprieve.progress.report import STEP_EVERY_S, Reporter
 from reprieve.progress.tracker import Tracker
 from reprieve.settings import NEVER, Settings
@@ -116,7 +116,7 @@ class Telling:
                     self.tracker.restored(one.path, one.bytes, one.created.timestamp())
             self._publisher = Publisher.from_environment(self.tracker, self._settings, bar=self._bar).start()
             if signal.SIGTERM in heard:
-                cluster.say_protected()
+                pod.say_protected()
 
     def restored(self, parts: Parts) -> None:
         """What was saved of these parts is in memory again."""

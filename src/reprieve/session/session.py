@@ -28,7 +28,7 @@ from reprieve.errors import RankFailed, RanksError, ReprieveError, StorageError
 from reprieve.preemption.deadline import grace_period
 from reprieve.preemption.ending import Preempted, ending
 from reprieve.preemption.guard import Guard
-from reprieve.progress.facts import SAVING
+from reprieve.progress.snapshot import SAVING
 from reprieve.ranks.group import LIMIT, Ranks
 from reprieve.session.boundaries import Boundaries
 from reprieve.session.run_reporter import Parts, Position, Telling

@@ -22,7 +22,7 @@ from reprieve.checkpoint.folder.catalog import survey
 from reprieve.checkpoint.folder.verify import verify
 from reprieve.checkpoint.results import Restored
 from reprieve.errors import ConfigError, InvalidCheckpoint, StateMismatch
-from reprieve.progress.bar import terminal
+from reprieve.progress.sinks.terminal_bar import terminal
 from reprieve.ranks.group import Ranks
 from reprieve.session.session import Session
 from reprieve.settings import ALL, NEVER, Settings, resolve

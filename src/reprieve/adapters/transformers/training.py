@@ -27,7 +27,7 @@ from reprieve.adapters.transformers.resume.resumable_dataloader import Seeking, 
 from reprieve.adapters.transformers.save.checkpoint_contents import Contents
 from reprieve.adapters.transformers.save.hub_push import Pushing
 from reprieve.preemption.ending import ending
-from reprieve.progress.facts import EVALUATING
+from reprieve.progress.snapshot import EVALUATING
 from reprieve.rng import capture_rng, restore_rng
 from reprieve.session import ddp_buckets
 from reprieve.session.run_reporter import Position, in_drill

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from reprieve.progress import wire
-from reprieve.progress.facts import Progress
+from reprieve.progress.formats import progress_json
+from reprieve.progress.snapshot import Progress
 
 LONGEST = 4096
 """Kubernetes cuts off what is longer, and half a JSON object is none."""
@@ -51,7 +51,7 @@ class TerminationSink:
 
 def message(progress: Progress) -> bytes:
     """The most that fits."""
-    return _fitting(wire.for_http(progress))
+    return _fitting(progress_json.for_http(progress))
 
 
 def with_message(told: bytes, text: str) -> bytes | None:
@@ -68,7 +68,7 @@ def with_message(told: bytes, text: str) -> bytes | None:
 def _fitting(told: dict[str, Any]) -> bytes:
     data = b""
     for smaller in _ever_smaller(told):
-        data = wire.dumps(smaller)
+        data = progress_json.dumps(smaller)
         if len(data) <= LONGEST:
             break
     return data

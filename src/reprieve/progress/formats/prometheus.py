@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from reprieve.progress.facts import STATES, Progress
+from reprieve.progress.snapshot import STATES, Progress
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

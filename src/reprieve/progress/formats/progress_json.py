@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import Any
 
-from reprieve.progress.facts import FINISHED, Progress
+from reprieve.progress.snapshot import FINISHED, Progress
 
 _LOSS_DIGITS = 4
 _RATE_DIGITS = 6

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 
 from reprieve.clock import Clock, SystemClock
-from reprieve.progress import wire
-from reprieve.progress.facts import Progress
+from reprieve.progress.formats import progress_json
+from reprieve.progress.snapshot import Progress
 from reprieve.storage.disk import Disk
 
 _LOOK_S = 1.0
@@ -60,7 +60,9 @@ class FileSink:
         fresh = self._path.with_name(f".{self._path.name}.{os.getpid()}.new")
         with contextlib.suppress(FileNotFoundError):
             self._disk.remove(fresh)
-        self._disk.write_file(fresh, wire.dumps(wire.for_file(progress), indent=2) + b"\n", flush=False)
+        self._disk.write_file(
+            fresh, progress_json.dumps(progress_json.for_file(progress), indent=2) + b"\n", flush=False
+        )
         fresh.chmod(_MODE)
         self._disk.rename(fresh, self._path)
         self._last, self._written_at = progress, self._clock.monotonic()

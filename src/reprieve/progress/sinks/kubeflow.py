@@ -17,8 +17,8 @@ from urllib.parse import SplitResult, urlsplit
 
 from reprieve.clock import Clock, SystemClock
 from reprieve.errors import ReprieveError
-from reprieve.progress import wire
-from reprieve.progress.facts import Progress
+from reprieve.progress.formats import progress_json
+from reprieve.progress.snapshot import Progress
 
 URL, CA_CERT, TOKEN = (f"KUBEFLOW_TRAINER_SERVER_{one}" for one in ("URL", "CA_CERT", "TOKEN"))
 
@@ -87,15 +87,15 @@ class KubeflowSink:
 def body(progress: Progress) -> bytes:
     """What is pushed. As many metrics as fit."""
     told = {name: str(value) for name, value in _metrics(progress).items() if name and value is not None}
-    status: dict[str, Any] = {"lastUpdatedTime": wire.moment(progress.at)}
-    if (percentage := wire.percentage(progress)) is not None:
+    status: dict[str, Any] = {"lastUpdatedTime": progress_json.moment(progress.at)}
+    if (percentage := progress_json.percentage(progress)) is not None:
         status["progressPercentage"] = percentage
-    if (seconds := wire.seconds_left(progress)) is not None:
+    if (seconds := progress_json.seconds_left(progress)) is not None:
         status["estimatedRemainingSeconds"] = seconds
     most = _METRICS
     while True:
         status["metrics"] = [{"name": name, "value": value} for name, value in list(told.items())[:most]]
-        data = wire.dumps({"trainerStatus": status})
+        data = progress_json.dumps({"trainerStatus": status})
         if len(data) <= _BYTES:
             return data
         most //= 2
@@ -106,15 +106,15 @@ def _metrics(progress: Progress) -> dict[str, Any]:
         "state": progress.state,
         "currentStep": progress.step,
         "totalSteps": progress.total_steps,
-        "currentEpoch": wire.text(progress.epoch, 2),
-        "totalEpochs": wire.whole(progress.total_epochs),
+        "currentEpoch": progress_json.text(progress.epoch, 2),
+        "totalEpochs": progress_json.whole(progress.total_epochs),
         "resumedFrom": progress.resumed_from,
         "restarts": progress.restarts,
         "latestCheckpoint": progress.checkpoints.latest,
         "checkpointsCreated": progress.checkpoints.created,
     }
     logged = {**progress.train, **progress.evaluation}
-    return {**ours, **{name: wire.spelt(value) for name, value in logged.items()}}
+    return {**ours, **{name: progress_json.spelt(value) for name, value in logged.items()}}
 
 
 def _connect(url: SplitResult, ca: str | None) -> http.client.HTTPConnection:

@@ -10,8 +10,8 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from reprieve.progress import wire
-from reprieve.progress.facts import FINISHED, Progress
+from reprieve.progress.formats import progress_json
+from reprieve.progress.snapshot import FINISHED, Progress
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -89,7 +89,7 @@ def facts(progress: Progress) -> str:
     total = "" if progress.total_steps is None else f"/{progress.total_steps}"
     parts = [f"{progress.step}{total}"]
     if progress.loss is not None:
-        parts.append(f"loss {wire.text(progress.loss, 4)}")
+        parts.append(f"loss {progress_json.text(progress.loss, 4)}")
     if progress.eta_s:
         parts.append(f"{_duration(progress.eta_s)} left")
     if progress.checkpoints.latest:

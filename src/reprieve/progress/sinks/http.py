@@ -23,9 +23,9 @@ from http.server import BaseHTTPRequestHandler
 from socketserver import ThreadingTCPServer
 from typing import Any
 
-from reprieve.progress import prometheus, wire
-from reprieve.progress.cluster import LOOPBACK
-from reprieve.progress.facts import Progress
+from reprieve.progress.formats import progress_json, prometheus
+from reprieve.progress.pod import LOOPBACK
+from reprieve.progress.snapshot import Progress
 
 log = logging.getLogger("reprieve")
 
@@ -156,7 +156,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == "/metrics" and not self._wants_json():
             self._answer(prometheus.render(progress), prometheus.CONTENT_TYPE)
         else:
-            self._answer(wire.dumps(wire.for_http(progress)), "application/json")
+            self._answer(progress_json.dumps(progress_json.for_http(progress)), "application/json")
 
     do_HEAD = do_GET
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from reprieve.progress.facts import Progress
+from reprieve.progress.snapshot import Progress
 
 
 class Sink(Protocol):

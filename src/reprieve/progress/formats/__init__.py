@@ -1,0 +1,1 @@
+"""Progress in the formats that others read: JSON and Prometheus text."""
