@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from reprieve.launch.drill import Report, _compare
-from reprieve.launch.reports import Listener, Seen
+from reprieve.launch.rank_reports import Listener, Seen
 from reprieve.progress.report import LAUNCHER
 from reprieve.storage.uri import DRILL
 from reprieve.testing import Fault, pause

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import FakeClock
 
-from reprieve.launch.reports import Listener
+from reprieve.launch.rank_reports import Listener
 from reprieve.progress import publisher
 
 

@@ -13,8 +13,8 @@ from reprieve.checkpoint.state.fingerprint import fingerprints, parts_of
 from reprieve.checkpoint.state.state import State
 from reprieve.cli import COMMANDS, execute
 from reprieve.launch.drill import _TIMED_OUT, Report, _compare, _judge, _not_started
-from reprieve.launch.outcome import Ended
-from reprieve.launch.reports import RankSeen, Seen
+from reprieve.launch.rank_reports import RankSeen, Seen
+from reprieve.launch.runs.outcome import Ended
 from reprieve.storage.uri import DRILL, for_run, original_path
 
 

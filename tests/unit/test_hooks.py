@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from reprieve.adapters.transformers.all_trainers import protect_all
-from reprieve.launch.hooks import HOOK, add_to, install
-from reprieve.launch.reports import Listener, Seen
+from reprieve.launch.import_hook.finder import HOOK, add_to, install
+from reprieve.launch.rank_reports import Listener, Seen
 from reprieve.progress import report
 
 SMALL = """
@@ -26,7 +26,7 @@ def called(module):
     loaders = module.__loader__, module.__spec__.loader
     print("called", module.__name__, module.value, *(type(one).__name__ for one in loaders))
 """
-INSTALL = "from reprieve.launch.hooks import install; install({'small': 'notes:called'}); "
+INSTALL = "from reprieve.launch.import_hook.finder import install; install({'small': 'notes:called'}); "
 CALLED = "called small 7 SourceFileLoader SourceFileLoader"
 
 
@@ -68,10 +68,10 @@ def test_the_folder_comes_first_and_once(before: str | None, after: list[str]) -
 
 def test_the_hook_is_in_every_process_and_its_folder_is_not_on_the_path(env: dict[str, str]) -> None:
     found = python("import sys; print(type(sys.meta_path[0]).__module__); print(*sys.path, sep='\\n')", env)
-    assert found[0] == "reprieve.launch.hooks"
+    assert found[0] == "reprieve.launch.import_hook.finder"
     assert str(HOOK) not in found
     again = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import sys; print(sys.meta_path[0])'])"
-    assert "reprieve.launch.hooks" in python(again, env)[0], "also where a script starts another"
+    assert "reprieve.launch.import_hook.finder" in python(again, env)[0], "also where a script starts another"
 
 
 def test_without_a_launcher_nothing_is_installed(env: dict[str, str]) -> None:
@@ -85,7 +85,7 @@ def test_the_sitecustomize_of_the_user_still_runs_once(env: dict[str, str], tmp_
     first, second = python(code, env)
     assert first == "mine"
     assert second.startswith(f"{tmp_path / 'sitecustomize.py'} True")
-    assert "reprieve.launch.hooks" in second
+    assert "reprieve.launch.import_hook.finder" in second
 
 
 def test_a_python_without_reprieve_still_starts(env: dict[str, str], tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_python_without_reprieve_still_starts(env: dict[str, str], tmp_path: P
 
 @pytest.mark.parametrize("option", ["-S", "-I", "-E"])
 def test_a_python_that_leaves_the_hook_out_still_starts(option: str, env: dict[str, str]) -> None:
-    assert python("import sys; print('reprieve.launch.hooks' in sys.modules)", env, option) == ["False"]
+    assert python("import sys; print('reprieve.launch.import_hook.finder' in sys.modules)", env, option) == ["False"]
 
 
 def test_trainers_are_protected_whatever_is_imported_first(env: dict[str, str]) -> None:
@@ -154,14 +154,19 @@ def test_a_trainer_is_told_before_it_exists(listener: Listener, monkeypatch: pyt
 
 def test_to_tell_leaves_nothing_open(env: dict[str, str], listener: Listener) -> None:
     python(
-        "import sys; from reprieve.launch.hooks import tell_torch; tell_torch(sys)", env, "-W", "error::ResourceWarning"
+        "import sys; from reprieve.launch.import_hook.finder import tell_torch; tell_torch(sys)",
+        env,
+        "-W",
+        "error::ResourceWarning",
     )
     assert len(listener.read()) == 1
 
 
 def test_a_launcher_that_is_gone_disturbs_nobody(env: dict[str, str], tmp_path: Path) -> None:
     env[report.LAUNCHER] = str(tmp_path / "gone")
-    assert python("import sys; from reprieve.launch.hooks import tell_torch; tell_torch(sys); print(1)", env) == ["1"]
+    assert python(
+        "import sys; from reprieve.launch.import_hook.finder import tell_torch; tell_torch(sys); print(1)", env
+    ) == ["1"]
 
 
 # The table
@@ -188,7 +193,7 @@ def test_to_look_whether_a_module_is_there_is_not_to_import_it(env: dict[str, st
 
 
 def test_a_module_that_is_not_there_is_not_found(env: dict[str, str]) -> None:
-    code = "from reprieve.launch.hooks import install; install({'not_there': 'notes:called'})\ntry: import not_there\n"
+    code = "from reprieve.launch.import_hook.finder import install; install({'not_there': 'notes:called'})\ntry: import not_there\n"
     assert python(code + "except ModuleNotFoundError as error: print(error.name)", env) == ["not_there"]
 
 

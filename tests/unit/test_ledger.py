@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reprieve.launch.ledger import FIRST_START, RUNNING, Attempt, Spent, losses, spent
-from reprieve.launch.outcome import FAILED, FINISHED, HUNG, PAUSED, PREEMPTED
-from reprieve.launch.record import LOST
+from reprieve.launch.runs.goodput import FIRST_START, RUNNING, Attempt, Spent, losses, spent
+from reprieve.launch.runs.outcome import FAILED, FINISHED, HUNG, PAUSED, PREEMPTED
+from reprieve.launch.runs.run_record import LOST
 
 START = 1_700_000_000.0
 CAUSES = (FINISHED, PREEMPTED, PAUSED, FAILED, HUNG, LOST)

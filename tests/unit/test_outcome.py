@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from reprieve.launch.next_start import NextStart
-from reprieve.launch.outcome import (
+from reprieve.launch.rank_reports import Seen
+from reprieve.launch.runs.next_start import NextStart
+from reprieve.launch.runs.outcome import (
     FAILED,
     FINISHED,
     HUNG,
@@ -21,7 +22,6 @@ from reprieve.launch.outcome import (
     Outcome,
     outcome,
 )  # fmt: skip
-from reprieve.launch.reports import Seen
 from reprieve.progress import report
 
 

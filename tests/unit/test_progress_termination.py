@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from progress_kit import ODD_NAME, progress, strict_json
 
-from reprieve.launch.words import last_words
+from reprieve.launch.messages import last_words
 from reprieve.progress.formats import progress_json
 from reprieve.progress.sinks import termination_log
 from reprieve.progress.sinks.termination_log import LONGEST, TerminationSink

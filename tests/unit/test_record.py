@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from reprieve.errors import ConfigError
-from reprieve.launch.ledger import Attempt
 from reprieve.launch.process import boot_id, start_time
-from reprieve.launch.record import (
+from reprieve.launch.runs.goodput import Attempt
+from reprieve.launch.runs.run_record import (
     LOST,
     RUNNING,
     STARTING,

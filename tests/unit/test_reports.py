@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from reprieve.errors import RankFailed
-from reprieve.launch.reports import PAUSE, Listener, Seen, tell
+from reprieve.launch.rank_reports import PAUSE, Listener, Seen, tell
 from reprieve.progress import report
 from reprieve.progress.report import Reporter
 from reprieve.session.run_reporter import Telling

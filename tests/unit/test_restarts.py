@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from reprieve.launch.restarts import Again, Enough, Restarts
+from reprieve.launch.runs.restart_policy import Again, Enough, Restarts
 
 JITTER = 0.25
 LONGEST_S = 60.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reprieve.launch.record import Record
+from reprieve.launch.runs.run_record import Record
 from reprieve.redaction import HIDDEN, is_secret, masked, storable
 
 HF = "hf_AbCdEfGhIjKlMnOpQrStUvWx"

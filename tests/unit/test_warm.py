@@ -13,7 +13,7 @@ import torch
 
 from reprieve import Checkpointer
 from reprieve.checkpoint.io import reader
-from reprieve.launch.warm import Warming
+from reprieve.launch.page_cache_warmup import Warming
 from reprieve.storage.disk import read_from_cache
 
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -25,7 +25,7 @@ from reprieve.cli.output import data, print_json, talk
 from reprieve.errors import ConfigError
 from reprieve.launch.command import NotFound, parse
 from reprieve.launch.drill import USUAL, Drill, Report
-from reprieve.launch.words import say
+from reprieve.launch.messages import say
 from reprieve.preemption.deadline import grace_period
 from reprieve.settings import resolve
 from reprieve.units import format_size, parse_duration

@@ -11,7 +11,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from reprieve.errors import ConfigError
-from reprieve.launch.record import Runs
+from reprieve.launch.runs.run_record import Runs
 
 _LOOK_S = 0.2
 _BYTES = 2**20

@@ -12,9 +12,9 @@ from rich.text import Text
 
 from reprieve.cli.output import talk
 from reprieve.errors import ConfigError
-from reprieve.launch.outcome import PAUSED
-from reprieve.launch.record import Runs
-from reprieve.launch.reports import PAUSE, tell
+from reprieve.launch.rank_reports import PAUSE, tell
+from reprieve.launch.runs.outcome import PAUSED
+from reprieve.launch.runs.run_record import Runs
 
 _LOOK_S = 0.05
 

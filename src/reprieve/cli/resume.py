@@ -13,8 +13,8 @@ from argparse import ArgumentParser, Namespace
 
 from reprieve.cli.run import launch, start_detached
 from reprieve.errors import ConfigError
-from reprieve.launch.record import Record, Runs
-from reprieve.launch.words import say
+from reprieve.launch.messages import say
+from reprieve.launch.runs.run_record import Record, Runs
 from reprieve.redaction import HIDDEN
 from reprieve.settings import resolve
 

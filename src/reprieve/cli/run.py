@@ -27,8 +27,8 @@ from typing import Any
 from reprieve.errors import ConfigError
 from reprieve.launch.command import NotFound, parse
 from reprieve.launch.launcher import Launcher
-from reprieve.launch.record import Runs, check_name
-from reprieve.launch.words import say
+from reprieve.launch.messages import say
+from reprieve.launch.runs.run_record import Runs, check_name
 from reprieve.settings import KINDS, Settings, resolve
 
 _OPTIONS = {

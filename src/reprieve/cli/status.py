@@ -18,8 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from reprieve.cli.output import ago, data, duration, print_json, talk
-from reprieve.launch.ledger import spent
-from reprieve.launch.record import LOST, RUNNING, Record, Runs
+from reprieve.launch.runs.goodput import spent
+from reprieve.launch.runs.run_record import LOST, RUNNING, Record, Runs
 
 _COLOURS = {"finished": "green", RUNNING: "green", "failed": "red", "hung": "red", LOST: "red"}
 

@@ -22,10 +22,10 @@ from types import FrameType
 from typing import Any
 
 from reprieve.launch.command import Command
-from reprieve.launch.outcome import Ended
-from reprieve.launch.output import Log, Stream
+from reprieve.launch.output_relay import Log, Stream
 from reprieve.launch.process import Child
-from reprieve.launch.reports import PAUSE, Listener, Seen
+from reprieve.launch.rank_reports import PAUSE, Listener, Seen
+from reprieve.launch.runs.outcome import Ended
 
 log = logging.getLogger("reprieve")
 

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from mmap import mmap
 from pathlib import Path
 
-from reprieve.launch.record import state_folder
+from reprieve.launch.runs.run_record import state_folder
 from reprieve.preemption.deadline import Grace, grace_period
 from reprieve.storage.disk import Disk, free_bytes, free_files
 from reprieve.units import format_size

@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from reprieve.errors import ReprieveError
-from reprieve.launch import hooks
 from reprieve.launch.attempt import Attempt, Signals
 from reprieve.launch.command import Command
-from reprieve.launch.outcome import Ended
-from reprieve.launch.output import Log
+from reprieve.launch.import_hook import finder
+from reprieve.launch.output_relay import Log
 from reprieve.launch.process import become_subreaper
-from reprieve.launch.reports import Listener, Seen
+from reprieve.launch.rank_reports import Listener, Seen
+from reprieve.launch.runs.outcome import Ended
 from reprieve.progress.report import LAUNCHER
 from reprieve.settings import Settings
 from reprieve.storage.uri import DRILL, for_run, local_path
@@ -201,7 +201,7 @@ class Drill:
         limit = math.ceil(self.timeout.total_seconds())
         env |= {"REPRIEVE_GRACE": f"{limit}s", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(limit), "PYTHONUNBUFFERED": "1"}
         env["CHECKPOINT_RESUME"] = "true"
-        hooks.add_to(env)
+        finder.add_to(env)
         return env
 
     def _copy_newest(self, original: Path, scratch: Path) -> dict[str, str]:

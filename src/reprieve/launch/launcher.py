@@ -19,18 +19,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from reprieve import redaction
-from reprieve.launch import hooks, ledger, outcome, record
 from reprieve.launch.attempt import STOPS, Attempt, Signals
 from reprieve.launch.command import Command
-from reprieve.launch.next_start import NextStart, find_next_start
-from reprieve.launch.outcome import Ended, Outcome
-from reprieve.launch.output import Log
+from reprieve.launch.import_hook import finder
+from reprieve.launch.messages import last_words, say
+from reprieve.launch.output_relay import Log
+from reprieve.launch.page_cache_warmup import Warming
 from reprieve.launch.process import become_subreaper
-from reprieve.launch.record import Record, RunFolder, Runs, default_name
-from reprieve.launch.reports import Listener
-from reprieve.launch.restarts import Again, Restarts
-from reprieve.launch.warm import Warming
-from reprieve.launch.words import last_words, say
+from reprieve.launch.rank_reports import Listener
+from reprieve.launch.runs import goodput, outcome, run_record
+from reprieve.launch.runs.next_start import NextStart, find_next_start
+from reprieve.launch.runs.outcome import Ended, Outcome
+from reprieve.launch.runs.restart_policy import Again, Restarts
+from reprieve.launch.runs.run_record import Record, RunFolder, Runs, default_name
 from reprieve.preemption.deadline import NO_LIMIT_S, Grace, grace_period
 from reprieve.progress.report import LAUNCHER
 from reprieve.settings import KINDS, Settings
@@ -97,7 +98,7 @@ class Launcher:
                 break
             self._record.restarts += 1
             say(f"{ended.words}. Starting again in {again.wait_s:.1f} s ({restarts.used} of {self.settings.restarts})")
-            self._change(record.WAITING, ended.words)
+            self._change(run_record.WAITING, ended.words)
             if (stopped := _told_while_waiting(signals, self._listener, again.wait_s)) is not None:
                 ended = stopped
                 break
@@ -108,9 +109,9 @@ class Launcher:
 
     def _attempt(self, signals: Signals, output: Log, *, first: bool) -> Outcome:
         self._announced = None
-        entry = ledger.Attempt(time.time())
+        entry = goodput.Attempt(time.time())
         self._record.attempts.append(entry)
-        self._change(record.STARTING)
+        self._change(run_record.STARTING)
         attempt = Attempt(
             self.command, self._environment(first=first), signals, self._listener, output,
             self.grace.period if self.grace.certain else None, self.settings.hang, self._on_change,
@@ -142,9 +143,11 @@ class Launcher:
         env.setdefault("PYTHONUNBUFFERED", "1")  # our pipe is not the terminal that it would flush lines to
         if self.settings.fresh and not first:
             env[KINDS["fresh"].env] = "true"  # to start over is for the first attempt alone
-        count, training = ledger.losses(self._record.attempts, (outcome.FAILED, outcome.HUNG, record.LOST), time.time())
+        count, training = goodput.losses(
+            self._record.attempts, (outcome.FAILED, outcome.HUNG, run_record.LOST), time.time()
+        )
         env["REPRIEVE_INTERRUPTIONS"] = f"{count}/{training:.0f}"
-        hooks.add_to(env)
+        finder.add_to(env)
         return env
 
     # The record
@@ -168,7 +171,7 @@ class Launcher:
             fresh.checkpoints = fresh.checkpoints or earlier.checkpoints
             fresh.checkpoint_step, fresh.checkpoint_at = earlier.checkpoint_step, earlier.checkpoint_at
             if fresh.attempts and fresh.attempts[-1].ended is None:
-                fresh.attempts[-1].end(earlier.updated, record.LOST)
+                fresh.attempts[-1].end(earlier.updated, run_record.LOST)
         fresh.mine()
         fresh.socket = str(self._listener.path)
         return fresh
@@ -183,11 +186,11 @@ class Launcher:
             self._warming.leave_off()
         self._note_progress(attempt)
         if attempt.stop is not None:
-            state, reason = record.STOPPING, attempt.stop.reason
+            state, reason = run_record.STOPPING, attempt.stop.reason
         elif seen.ranks or attempt.child.code is not None:
-            state, reason = record.RUNNING, ""
+            state, reason = run_record.RUNNING, ""
         else:
-            state, reason = record.STARTING, ""
+            state, reason = run_record.STARTING, ""
         known = (state, self._record.done is not None)
         if known != self._written or time.monotonic() - self._written_at > _WRITE_EVERY_S:
             self._written = known

@@ -1,6 +1,6 @@
 """The hook by which scripts are protected that know nothing of us: something happens when a module is imported.
 
-`reprieve run` puts a folder with a `sitecustomize.py` (hook/) before all else on PYTHONPATH; that calls `install` in
+`reprieve run` puts a folder with a `sitecustomize.py` (site/) before all else on PYTHONPATH; that calls `install` in
 each Python process it starts, which adds one finder to sys.meta_path. It finds nothing itself: for a module in the
 table it lets the others find it, and does what the table says when it has been executed. For any other it is one
 lookup in a dict.
@@ -20,15 +20,15 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-HOOK = Path(__file__).with_name("hook")
+HOOK = Path(__file__).with_name("site")
 
 WHEN_IMPORTED: dict[str, str] = {
-    "torch": "reprieve.launch.hooks:tell_torch",
+    "torch": "reprieve.launch.import_hook.finder:tell_torch",
     "transformers.trainer": "reprieve.adapters.transformers.all_trainers:protect_all",
-    "reprieve.adapters.loop.run": "reprieve.launch.hooks:tell_protected",
-    "reprieve.checkpoint.checkpointer": "reprieve.launch.hooks:tell_protected",
-    "torch.distributed.elastic.multiprocessing.api": "reprieve.launch.rank_launchers:watch_torchrun",
-    "accelerate.commands.launch": "reprieve.launch.rank_launchers:watch_accelerate",
+    "reprieve.adapters.loop.run": "reprieve.launch.import_hook.finder:tell_protected",
+    "reprieve.checkpoint.checkpointer": "reprieve.launch.import_hook.finder:tell_protected",
+    "torch.distributed.elastic.multiprocessing.api": "reprieve.launch.import_hook.rank_launchers:watch_torchrun",
+    "accelerate.commands.launch": "reprieve.launch.import_hook.rank_launchers:watch_accelerate",
 }
 """Module → what is called with it. By name: what is never used is never imported."""
 _PROTECTING = {"reprieve", "transformers", "trl"}

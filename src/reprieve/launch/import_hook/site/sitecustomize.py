@@ -24,7 +24,7 @@ def _run_the_hidden_one() -> None:
 _run_the_hidden_one()
 if os.environ.get("REPRIEVE_LAUNCHER"):
     try:
-        from reprieve.launch.hooks import install
+        from reprieve.launch.import_hook.finder import install
     except ImportError:  # another Python, without Reprieve in it
         pass
     else:

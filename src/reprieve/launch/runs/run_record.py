@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from reprieve.errors import ConfigError
-from reprieve.launch.ledger import Attempt
 from reprieve.launch.process import boot_id, start_time
+from reprieve.launch.runs.goodput import Attempt
 from reprieve.storage.disk import Disk
 
 STARTING, RUNNING, STOPPING, WAITING = "starting", "running", "stopping", "waiting to restart"

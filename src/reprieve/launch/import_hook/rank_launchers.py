@@ -17,7 +17,7 @@ import weakref
 from types import FrameType, TracebackType
 from typing import Any
 
-from reprieve.launch.outcome import STOPPED, ended_by_sigterm
+from reprieve.launch.runs.outcome import STOPPED, ended_by_sigterm
 from reprieve.progress.report import CRASHED, TERMINATED, report_process
 
 _STOPS = (signal.SIGTERM, signal.SIGHUP)

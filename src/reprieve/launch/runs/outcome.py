@@ -14,8 +14,8 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass, replace
 
-from reprieve.launch.next_start import NextStart
-from reprieve.launch.reports import Seen
+from reprieve.launch.rank_reports import Seen
+from reprieve.launch.runs.next_start import NextStart
 
 FINISHED, PREEMPTED, PAUSED, FAILED, HUNG = "finished", "preempted", "paused", "failed", "hung"
 

@@ -8,7 +8,7 @@ import contextlib
 import threading
 
 from reprieve.errors import ReprieveError
-from reprieve.launch.words import say
+from reprieve.launch.messages import say
 
 _PART = 0.5
 """Of the memory that is free for it."""

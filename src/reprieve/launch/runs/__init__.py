@@ -1,0 +1,1 @@
+"""What the launcher keeps about a run, and what it decides: record, outcome, restarts, goodput."""
