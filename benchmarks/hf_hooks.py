@@ -52,7 +52,7 @@ def _measure_in(folder: str) -> dict[str, float]:
     from benchmarks.hf_script import Tokens
     from reprieve.adapters.transformers import protection
     from reprieve.adapters.transformers.training import Training
-    from reprieve.data.loader import LoaderPass, LoaderSource
+    from reprieve.data.torch_loader import LoaderPass, LoaderSource
     from reprieve.transformers import protect
 
     trainer = protect(_trainer(folder, Tokens(64, 1)), notices="off")

@@ -11,7 +11,7 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from reprieve.data.source import DataSource
+from reprieve.data.resumable_loader import DataSource
 
 from ..unit.data_kit import seed
 

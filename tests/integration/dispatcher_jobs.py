@@ -15,7 +15,7 @@ from accelerate.utils import DataLoaderConfiguration
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, default_collate
 
-from reprieve.data.source import DataSource
+from reprieve.data.resumable_loader import DataSource
 
 from ..unit.data_kit import Augmented, Shards, Trace, Unaware, attempt, bare, draw, same, seed, through
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from reprieve.data.source import DataSource
+from reprieve.data.resumable_loader import DataSource
 from reprieve.rng import capture_rng, restore_rng
 
 Trace = list[Any]

@@ -12,7 +12,7 @@ from accelerate.utils import DataLoaderConfiguration
 from data_kit import Augmented, Plain, RandomCollator, Shards, Unaware, bare, same, through
 from torch.utils.data import DataLoader
 
-from reprieve.data.source import DataSource
+from reprieve.data.resumable_loader import DataSource
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 

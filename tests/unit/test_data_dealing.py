@@ -21,8 +21,8 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from reprieve.data.dealing import Dealing
-from reprieve.data.source import DataSource
+from reprieve.data.redistribution import Dealing
+from reprieve.data.resumable_loader import DataSource
 from reprieve.rng import capture_rng, restore_rng
 
 KNOWN = {"consumed": 3, "read": 3, "size": 4}

@@ -12,7 +12,7 @@ from data_kit import Counted, Plain, Shards, Unaware, bare, draw, same, through
 from torch.utils.data import DataLoader
 
 import reprieve.data.replay
-from reprieve.data.source import DataSource
+from reprieve.data.resumable_loader import DataSource
 from reprieve.rng import capture_rng, restore_rng
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

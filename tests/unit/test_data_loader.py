@@ -22,7 +22,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from reprieve.data.source import DataSource
+from reprieve.data.resumable_loader import DataSource
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 

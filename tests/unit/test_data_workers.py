@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from reprieve.data import worker_signals
-from reprieve.data.source import DataSource
+from reprieve.data.resumable_loader import DataSource
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_workers_survive_it_while_they_start() -> None:
         from torch.utils.data import DataLoader
         from test_data_workers import Telling
         from reprieve.data import worker_signals
-        from reprieve.data.source import DataSource
+        from reprieve.data.resumable_loader import DataSource
         worker_signals.shield([signal.SIGTERM])
         signal.signal(signal.SIGTERM, lambda *_: None)
         over = threading.Event()
@@ -158,7 +158,7 @@ def test_a_program_ends_though_its_workers_ignore_sigterm(dataset: str) -> None:
         from torch.utils.data import DataLoader
         from test_data_workers import Plain, Stuck
         from reprieve.data import worker_signals
-        from reprieve.data.source import DataSource
+        from reprieve.data.resumable_loader import DataSource
         worker_signals.shield([signal.SIGTERM])
         source = DataSource(DataLoader({dataset}(), num_workers=2, persistent_workers=True))
         one = source.start()

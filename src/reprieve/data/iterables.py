@@ -16,12 +16,12 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from reprieve.data import hf_streams
-from reprieve.data.children import end, noted
-from reprieve.data.datasets import is_stateful
-from reprieve.data.dealing import Dealing
-from reprieve.data.passes import Enter, Pass
-from reprieve.data.randomness import Randomness, restore_global
+from reprieve.data.base import Enter, Pass
+from reprieve.data.dataset_proxies import is_stateful
+from reprieve.data.loader_rng import Randomness, restore_global
+from reprieve.data.redistribution import Dealing
 from reprieve.data.replay import NO_STATE, read_again
+from reprieve.data.worker_processes import end, noted
 from reprieve.rng import capture_rng
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from reprieve.data.children import noted
+from reprieve.data.worker_processes import noted
 
 _TORCHDATA = ("torchdata.stateful_dataloader.stateful_dataloader", "_StatefulMultiProcessingDataLoaderIter")
 _PATCHED = "_reprieve_real_init"

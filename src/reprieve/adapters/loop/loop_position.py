@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from reprieve.data.source import DataSource, Pass
+from reprieve.data.resumable_loader import DataSource, Pass
 
 log = logging.getLogger("reprieve")
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from reprieve.data.ahead import is_prepared
+from reprieve.data.accelerate_loader import is_prepared
 from reprieve.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import trainer as stock
 
 from reprieve.adapters.transformers.patching import replaced
-from reprieve.data.source import DataSource, Pass
+from reprieve.data.resumable_loader import DataSource, Pass
 
 
 class Seeking:

@@ -21,7 +21,7 @@ import torch
 from transformers.trainer_callback import ExportableState
 
 from reprieve.adapters.transformers.resume import strict_loading
-from reprieve.data.randomness import restore_global
+from reprieve.data.loader_rng import restore_global
 from reprieve.rng import capture_rng
 
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from reprieve.data import hf_streams
-from reprieve.data.sampling import Blank
+from reprieve.data.resumable_sampler import Blank
 from reprieve.rng import restore_rng
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from reprieve.data.dealing import Dealing
-from reprieve.data.loader import LoaderPass, LoaderSource
-from reprieve.data.passes import Enter, Pass
+from reprieve.data.base import Enter, Pass
+from reprieve.data.redistribution import Dealing
+from reprieve.data.torch_loader import LoaderPass, LoaderSource
 
 
 def is_prepared(loader: Any) -> bool:

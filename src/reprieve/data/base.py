@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from reprieve.data.dealing import Dealing
+from reprieve.data.redistribution import Dealing
 
 Enter = Callable[[], None]
 """Puts the global random numbers to where the interrupted process had them. Called once, before the first fetch."""

@@ -25,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, get_worker_info
 
-from reprieve.data.datasets import StandIn
+from reprieve.data.dataset_proxies import StandIn
 from reprieve.data.replay import read_again
 
 _KEPT = ("start", "reused", "iteration", "ended")

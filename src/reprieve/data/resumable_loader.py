@@ -18,11 +18,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from reprieve.data.ahead import PreparedSource, is_prepared
-from reprieve.data.datasets import is_stateful
+from reprieve.data.accelerate_loader import PreparedSource, is_prepared
+from reprieve.data.base import Enter, Pass, Source
+from reprieve.data.dataset_proxies import is_stateful
 from reprieve.data.iterables import IterableSource
-from reprieve.data.loader import LoaderSource, is_plain_loader
-from reprieve.data.passes import Enter, Pass, Source
+from reprieve.data.torch_loader import LoaderSource, is_plain_loader
 
 __all__ = ["DataSource", "Pass"]
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
-from reprieve.data.datasets import Items
-from reprieve.data.sampling import Blank
+from reprieve.data.dataset_proxies import Items
+from reprieve.data.resumable_sampler import Blank
 from reprieve.rng import RngSnapshot, restore_rng, snapshot_rng
 
 Shipped = tuple[Any, int, bytes | None, bytes | None]

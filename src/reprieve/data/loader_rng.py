@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from reprieve.data.datasets import is_stateful
+from reprieve.data.dataset_proxies import is_stateful
 from reprieve.rng import capture_rng, restore_rng
 
 _HOLDERS = ("sampler", "batch_sampler", "dataset")

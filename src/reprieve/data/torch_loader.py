@@ -22,15 +22,15 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
-from reprieve.data.children import end, noted
-from reprieve.data.datasets import Answering, Followed, Items, PositionError, is_stateful
-from reprieve.data.dealing import Dealing, apart, behind, size_of
+from reprieve.data.base import Enter, Pass
+from reprieve.data.dataset_proxies import Answering, Followed, Items, PositionError, is_stateful
 from reprieve.data.hf_streams import is_stream, why_inexact
-from reprieve.data.passes import Enter, Pass
-from reprieve.data.randomness import Randomness, restore_global
+from reprieve.data.loader_rng import Randomness, restore_global
+from reprieve.data.redistribution import Dealing, apart, behind, size_of
 from reprieve.data.replay import NO_STATE, read_again
-from reprieve.data.sampling import Indices, Plan
-from reprieve.data.workers import Collate, Shipped, Start, Workers
+from reprieve.data.resumable_sampler import Indices, Plan
+from reprieve.data.worker_processes import end, noted
+from reprieve.data.worker_state import Collate, Shipped, Start, Workers
 from reprieve.rng import RngSnapshot, capture_rng, snapshot_rng
 
 log = logging.getLogger("reprieve")
