@@ -48,9 +48,9 @@ def measure_rank() -> tuple[list[float], int, int]:
     import torch
     import torch.distributed as dist
 
-    from reprieve.ranks.common_step import CommonStep
-    from reprieve.ranks.connection import Connection
     from reprieve.ranks.group import Ranks
+    from reprieve.ranks.step_agreement import CommonStep
+    from reprieve.ranks.tcp_client import Connection
 
     messages = 0
     send = Connection.send

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from reprieve.adapters.loop.run import Run
     from reprieve.checkpoint.checkpointer import Checkpointer
     from reprieve.checkpoint.results import Restored, Save
-    from reprieve.preemption.ending import Preempted
+    from reprieve.preemption.process_exit import Preempted
 
 __all__ = [
     "CheckpointError",
@@ -59,7 +59,7 @@ __all__ = [
 
 _WHERE = {
     "Checkpointer": "reprieve.checkpoint.checkpointer",
-    "Preempted": "reprieve.preemption.ending",
+    "Preempted": "reprieve.preemption.process_exit",
     "Restored": "reprieve.checkpoint.results",
     "Run": "reprieve.adapters.loop.run",
     "Save": "reprieve.checkpoint.results",

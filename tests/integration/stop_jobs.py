@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from reprieve.errors import RanksError
 from reprieve.failpoints import reached
-from reprieve.ranks.common_step import CommonStep
 from reprieve.ranks.group import Ranks
+from reprieve.ranks.step_agreement import CommonStep
 
 
 class Stop(NamedTuple):

@@ -18,9 +18,9 @@ from memory_store import MemoryStore
 
 from reprieve import failpoints
 from reprieve.errors import ConfigError, RankFailed, RanksError, StoreLost
-from reprieve.ranks.common_step import CommonStep, Request
 from reprieve.ranks.folder_store import FolderStore
 from reprieve.ranks.group import Ranks
+from reprieve.ranks.step_agreement import CommonStep, Request
 from reprieve.ranks.store import Store
 from reprieve.ranks.torch_store import TorchStore
 

@@ -8,7 +8,7 @@ import pytest
 
 from reprieve.errors import ConfigError
 from reprieve.preemption.deadline import NO_LIMIT_S, Grace, grace_period
-from reprieve.preemption.guard import signal_number
+from reprieve.preemption.stop_listener import signal_number
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ _BEFORE = """
 import os, signal, sys, threading, time
 from datetime import timedelta
 from reprieve.preemption.deadline import Grace
-from reprieve.preemption.guard import Guard
+from reprieve.preemption.stop_listener import Guard
 from reprieve.preemption.signals import watch
 
 told = threading.Event()

@@ -18,10 +18,10 @@ import pytest
 from memory_store import MemoryStore
 
 from reprieve.errors import RanksError, StoreLost
-from reprieve.ranks import errands
-from reprieve.ranks.errands import Errands
+from reprieve.ranks import timed_calls
 from reprieve.ranks.folder_store import FolderStore
 from reprieve.ranks.store import Store, prefixed
+from reprieve.ranks.timed_calls import Errands
 from reprieve.ranks.torch_store import PART_BYTES, TorchStore
 
 SOON = timedelta(milliseconds=50)
@@ -444,7 +444,7 @@ def test_errands_end_with_their_user() -> None:
     assert some.run(lambda: 1, LONG) == 1
     with pytest.raises(ZeroDivisionError):
         some.run(lambda: 1 / 0, LONG)
-    with pytest.raises(errands.FutureTimeout):
+    with pytest.raises(timed_calls.FutureTimeout):
         some.run(lambda: exec("raise TimeoutError"), LONG)
     assert threads() == 1
     del some

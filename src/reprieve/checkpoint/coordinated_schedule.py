@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from reprieve.checkpoint.schedule import Schedule
-from reprieve.ranks.common_step import CommonStep
 from reprieve.ranks.group import Ranks
+from reprieve.ranks.step_agreement import CommonStep
 from reprieve.ranks.step_protocol import SAVE
 
 

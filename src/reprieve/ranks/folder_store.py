@@ -22,8 +22,8 @@ from typing import TypeVar
 from urllib.parse import quote
 
 from reprieve.errors import StoreLost
-from reprieve.ranks.errands import Errands
 from reprieve.ranks.store import ANSWER_LIMIT
+from reprieve.ranks.timed_calls import Errands
 
 T = TypeVar("T")
 

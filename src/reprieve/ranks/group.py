@@ -60,7 +60,7 @@ class Ranks:
     @classmethod
     def detect(cls, limit: timedelta = LIMIT) -> Ranks:
         """The ranks of the job that this process belongs to: see `detect`."""
-        from reprieve.ranks.detect import detect
+        from reprieve.ranks.discovery import detect
 
         return detect(limit)
 

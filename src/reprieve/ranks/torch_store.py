@@ -25,8 +25,8 @@ import uuid
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from reprieve.ranks.connection import Connection
 from reprieve.ranks.store import ANSWER_LIMIT
+from reprieve.ranks.tcp_client import Connection
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]

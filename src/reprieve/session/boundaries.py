@@ -14,10 +14,10 @@ from time import monotonic as _now
 
 from reprieve.checkpoint.schedule import Schedule
 from reprieve.errors import RankFailed, RanksError, StoreLost
-from reprieve.preemption.guard import ANOTHER_RANK, Guard
-from reprieve.ranks.common_step import CommonStep
+from reprieve.preemption.stop_listener import ANOTHER_RANK, Guard
 from reprieve.ranks.group import Ranks
 from reprieve.ranks.liveness import Liveness
+from reprieve.ranks.step_agreement import CommonStep
 from reprieve.ranks.step_protocol import SAVE, STOP
 
 log = logging.getLogger("reprieve")

@@ -26,8 +26,8 @@ from reprieve.console import show_logs
 from reprieve.data import worker_signals
 from reprieve.errors import RankFailed, RanksError, ReprieveError, StorageError
 from reprieve.preemption.deadline import grace_period
-from reprieve.preemption.ending import Preempted, ending
-from reprieve.preemption.guard import Guard
+from reprieve.preemption.process_exit import Preempted, ending
+from reprieve.preemption.stop_listener import Guard
 from reprieve.progress.snapshot import SAVING
 from reprieve.ranks.group import LIMIT, Ranks
 from reprieve.session.boundaries import Boundaries

@@ -18,8 +18,8 @@ from typing import Any
 from reprieve.checkpoint.checkpointer import Checkpointer
 from reprieve.console import ONE_RANK
 from reprieve.errors import RanksError, ReprieveError
-from reprieve.preemption.ending import Preempted, ending
-from reprieve.preemption.guard import ANOTHER_RANK, Guard, Stop
+from reprieve.preemption.process_exit import Preempted, ending
+from reprieve.preemption.stop_listener import ANOTHER_RANK, Guard, Stop
 from reprieve.ranks.group import Ranks
 from reprieve.session.run_reporter import Parts, Telling, fingerprinted, in_drill
 from reprieve.units import format_size

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 
 from reprieve.errors import needs_a_person
-from reprieve.preemption.ending import ending
+from reprieve.preemption.process_exit import ending
 from reprieve.progress import report
 from reprieve.progress.report import Reporter
 

@@ -28,7 +28,7 @@ from reprieve.checkpoint.results import Restored
 from reprieve.checkpoint.schedule import Every
 from reprieve.clock import Clock
 from reprieve.errors import ConfigError, StateMismatch
-from reprieve.preemption.ending import ending
+from reprieve.preemption.process_exit import ending
 from reprieve.progress.snapshot import EVALUATING
 from reprieve.ranks.group import LIMIT, Ranks
 from reprieve.rng import capture_rng, restore_rng

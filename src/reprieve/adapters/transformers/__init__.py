@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from reprieve.adapters.transformers.protection import protection_of
 from reprieve.data import worker_signals
-from reprieve.preemption.guard import signal_number
 from reprieve.preemption.signals import watch
+from reprieve.preemption.stop_listener import signal_number
 
 T = TypeVar("T")
 

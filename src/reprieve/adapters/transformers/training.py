@@ -26,7 +26,7 @@ from reprieve.adapters.transformers.resume.hooks import Resuming
 from reprieve.adapters.transformers.resume.resumable_dataloader import Seeking, sought
 from reprieve.adapters.transformers.save.checkpoint_contents import Contents
 from reprieve.adapters.transformers.save.hub_push import Pushing
-from reprieve.preemption.ending import ending
+from reprieve.preemption.process_exit import ending
 from reprieve.progress.snapshot import EVALUATING
 from reprieve.rng import capture_rng, restore_rng
 from reprieve.session import ddp_buckets

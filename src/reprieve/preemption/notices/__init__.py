@@ -3,7 +3,7 @@
 metadata server  →  Aws, Gcp, Azure (`poll`)  →  NoticeWatcher (a thread)  →  the guard
 """
 
-from reprieve.preemption.notices.choose import clouds
-from reprieve.preemption.notices.watcher import Notice, NoticeWatcher
+from reprieve.preemption.notices.detection import clouds
+from reprieve.preemption.notices.poller import Notice, NoticeWatcher
 
 __all__ = ["Notice", "NoticeWatcher", "clouds"]

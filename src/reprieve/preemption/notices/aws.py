@@ -11,7 +11,7 @@ from datetime import datetime, timedelta, timezone
 
 from reprieve.clock import Clock, SystemClock
 from reprieve.preemption.notices.metadata_server import Answer, MetadataError, MetadataServer
-from reprieve.preemption.notices.watcher import Notice
+from reprieve.preemption.notices.poller import Notice
 
 _URL = "http://169.254.169.254"
 _PAUSE = timedelta(seconds=5)

@@ -13,7 +13,7 @@ from typing import Any
 
 from reprieve.clock import Clock, SystemClock
 from reprieve.preemption.notices.metadata_server import MetadataError, MetadataServer
-from reprieve.preemption.notices.watcher import Notice
+from reprieve.preemption.notices.poller import Notice
 
 _URL = "http://169.254.169.254"
 _PAUSE = timedelta(seconds=2)

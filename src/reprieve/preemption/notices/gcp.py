@@ -12,7 +12,7 @@ from urllib.parse import urlencode
 
 from reprieve.clock import Clock, SystemClock
 from reprieve.preemption.notices.metadata_server import Answer, MetadataError, MetadataServer
-from reprieve.preemption.notices.watcher import Notice
+from reprieve.preemption.notices.poller import Notice
 
 _URL = "http://metadata.google.internal"
 _PAUSE = timedelta(seconds=1)

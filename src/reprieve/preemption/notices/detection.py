@@ -14,7 +14,7 @@ from reprieve.errors import ConfigError
 from reprieve.preemption.notices.aws import Aws
 from reprieve.preemption.notices.azure import Azure
 from reprieve.preemption.notices.gcp import Gcp
-from reprieve.preemption.notices.watcher import Cloud
+from reprieve.preemption.notices.poller import Cloud
 
 _CLOUDS: dict[str, Callable[..., Cloud]] = {"aws": Aws, "azure": Azure, "gcp": Gcp}
 _OFF = ("off", "none")
