@@ -21,7 +21,7 @@ from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
 from transformers.trainer_callback import ExportableState
 
-from reprieve.testing.child import disk
+from reprieve.testing.rank_process import disk
 
 from .hf_trainers import MAKERS
 

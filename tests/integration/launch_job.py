@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import reprieve
-from reprieve.testing.disks import SlowDisk
+from reprieve.testing.faulty_disks import SlowDisk
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 import reprieve
 from reprieve.failpoints import reached
-from reprieve.testing.child import disk
+from reprieve.testing.rank_process import disk
 
 SAMPLES, WIDTH, BATCH = 40, 8, 4
 

@@ -24,7 +24,7 @@ from reprieve.checkpoint.folder.catalog import survey
 from reprieve.checkpoint.folder.verify import verify
 from reprieve.failpoints import reached
 from reprieve.testing import Fault, Result, pause, run_ranks, terminate
-from reprieve.testing.child import disk
+from reprieve.testing.rank_process import disk
 
 from .loop_jobs import BATCH, Augmented, Job, Seen, Undisturbed, noisy, train
 

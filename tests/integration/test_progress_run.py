@@ -29,7 +29,7 @@ import time
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 import reprieve
-from reprieve.testing.disks import SlowDisk
+from reprieve.testing.faulty_disks import SlowDisk
 
 torch.set_num_threads(1)
 torch.manual_seed(0)

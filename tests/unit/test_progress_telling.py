@@ -18,7 +18,7 @@ from reprieve.progress.snapshot import Checkpoints, Progress
 from reprieve.session.run_reporter import Telling
 from reprieve.settings import resolve
 from reprieve.storage.disk import Disk, OpenFile
-from reprieve.testing.disks import SlowDisk
+from reprieve.testing.faulty_disks import SlowDisk
 
 pytestmark = pytest.mark.usefixtures("patient")
 

@@ -26,7 +26,7 @@ from reprieve.launch.runs.run_record import (
     default_name,
     state_folder,
 )  # fmt: skip
-from reprieve.testing.disks import FullDisk
+from reprieve.testing.faulty_disks import FullDisk
 
 
 def record(name: str = "train-1", **changes: object) -> Record:

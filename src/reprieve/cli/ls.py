@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
+from reprieve.cli.checkpoint_argument import checkpoints_at
 from reprieve.cli.output import ago, data, print_json, talk
-from reprieve.cli.target import checkpoints_at
 from reprieve.units import format_size
 
 if TYPE_CHECKING:

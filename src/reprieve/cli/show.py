@@ -9,9 +9,9 @@ from argparse import ArgumentParser, Namespace
 
 from rich.table import Table
 
+from reprieve.cli.checkpoint_argument import checkpoints_at
 from reprieve.cli.ls import as_dict
 from reprieve.cli.output import data, print_json
-from reprieve.cli.target import checkpoints_at
 from reprieve.errors import ConfigError
 from reprieve.units import format_size
 

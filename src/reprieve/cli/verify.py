@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.text import Text
 
+from reprieve.cli.checkpoint_argument import checkpoints_at
 from reprieve.cli.output import data, print_json, talk
-from reprieve.cli.target import checkpoints_at
 from reprieve.errors import InvalidCheckpoint
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ assert results[0].error.type == "RankFailed"
 
 from __future__ import annotations
 
-from reprieve.testing.child import disk
-from reprieve.testing.disks import FullDisk, SlowDisk
 from reprieve.testing.faults import Fault, fail, full_disk, kill, pause, slow_disk, terminate
+from reprieve.testing.faulty_disks import FullDisk, SlowDisk
+from reprieve.testing.rank_process import disk
 from reprieve.testing.result import Failure, Result, values
-from reprieve.testing.run import RunningRanks, run_ranks, start_ranks
+from reprieve.testing.runner import RunningRanks, run_ranks, start_ranks
 
 __all__ = [
     "Failure",

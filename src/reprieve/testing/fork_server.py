@@ -100,7 +100,7 @@ def main(fd: int, modules: Sequence[str]) -> None:
 
     import reprieve.checkpoint.checkpointer
     import reprieve.ranks.torch_store  # noqa: F401
-    from reprieve.testing import child
+    from reprieve.testing import rank_process
 
     for name in modules:
         importlib.import_module(name)
@@ -108,7 +108,7 @@ def main(fd: int, modules: Sequence[str]) -> None:
     with socket.socket(fileno=fd) as parent:
         task_file = _serve(parent)
     if task_file is not None:
-        child.run(task_file)
+        rank_process.run(task_file)
 
 
 def _serve(parent: socket.socket) -> str | None:

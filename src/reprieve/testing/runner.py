@@ -19,9 +19,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from reprieve.errors import ConfigError
-from reprieve.testing.child import Task
 from reprieve.testing.faults import Fault
 from reprieve.testing.fork_server import ForkServer, fork_server
+from reprieve.testing.rank_process import Task
 from reprieve.testing.result import Result
 from reprieve.units import parse_duration
 

@@ -25,8 +25,8 @@ from typing import Any, NoReturn
 from reprieve import failpoints
 from reprieve.console import fallback
 from reprieve.storage.disk import Disk
-from reprieve.testing.disks import FullDisk, SlowDisk
 from reprieve.testing.faults import Fault, FullDiskFault, SlowDiskFault, at_points
+from reprieve.testing.faulty_disks import FullDisk, SlowDisk
 from reprieve.testing.result import Failure
 
 
