@@ -49,13 +49,13 @@ def measure_rank() -> tuple[list[float], int, int]:
     import torch.distributed as dist
 
     from reprieve.ranks.group import Ranks
-    from reprieve.ranks.step_agreement import CommonStep
-    from reprieve.ranks.tcp_client import Connection
+    from reprieve.ranks.step_agreement import StepAgreement
+    from reprieve.ranks.tcp_client import TcpClient
 
     messages = 0
-    send = Connection.send
+    send = TcpClient.send
 
-    def counted(connection: Connection, data: bytes) -> None:
+    def counted(connection: TcpClient, data: bytes) -> None:
         nonlocal messages
         messages += 1
         send(connection, data)
@@ -63,8 +63,8 @@ def measure_rank() -> tuple[list[float], int, int]:
     group: Any = dist.distributed_c10d._get_default_group()  # untyped: torch does not declare what it counts
     ranks = Ranks.detect()
     costs = []
-    with CommonStep(ranks, completed=0) as common:
-        setattr(Connection, "send", counted)  # noqa: B010 - for the life of this process, which was made for it
+    with StepAgreement(ranks, completed=0) as common:
+        setattr(TcpClient, "send", counted)  # noqa: B010 - for the life of this process, which was made for it
         ranks.agree("all are there")
         before = -1
         while before != messages:  # until all threads are in their waits

@@ -51,8 +51,8 @@ def _measure_in(folder: str) -> dict[str, float]:
 
     from benchmarks.hf_script import Tokens
     from reprieve.adapters.transformers import protection
-    from reprieve.adapters.transformers.training import Training
-    from reprieve.data.torch_loader import LoaderPass, LoaderSource
+    from reprieve.adapters.transformers.training import ProtectedTraining
+    from reprieve.data.torch_loader import TorchLoaderPass, TorchLoaderSource
     from reprieve.transformers import protect
 
     trainer = protect(_trainer(folder, Tokens(64, 1)), notices="off")
@@ -63,15 +63,15 @@ def _measure_in(folder: str) -> dict[str, float]:
         setattr(events, name, clock.ours(getattr(events, name)))
 
     # A fetch is in Hugging Face's code, and our part in that: it notes the random numbers before.
-    fetch, iterate = LoaderPass._fetch, LoaderSource.iterate
+    fetch, iterate = TorchLoaderPass._fetch, TorchLoaderSource.iterate
 
     def timed_iterate(*args: Any) -> Any:
         batches = iterate(*args)
         return iter(clock.theirs(lambda: next(batches, None)), None)
 
-    hooks_of = Training._hooks
+    hooks_of = ProtectedTraining._hooks
 
-    def timed_hooks(training: Training) -> dict[str, Callable[..., Any]]:
+    def timed_hooks(training: ProtectedTraining) -> dict[str, Callable[..., Any]]:
         hooks = hooks_of(training)
         for name in hooks:
             setattr(trainer, name, clock.theirs(getattr(trainer, name)))
@@ -85,9 +85,9 @@ def _measure_in(folder: str) -> dict[str, float]:
 
     trainer.add_callback(Warm())
     with (
-        mock.patch.multiple(LoaderPass, _fetch=clock.ours(fetch)),
-        mock.patch.multiple(LoaderSource, iterate=timed_iterate),
-        mock.patch.multiple(Training, _hooks=timed_hooks),
+        mock.patch.multiple(TorchLoaderPass, _fetch=clock.ours(fetch)),
+        mock.patch.multiple(TorchLoaderSource, iterate=timed_iterate),
+        mock.patch.multiple(ProtectedTraining, _hooks=timed_hooks),
     ):
         trainer.train()
     hooks, sinks = ((after - before) / (STEPS - _WARM) / 1000 for before, after in zip(*read, strict=True))

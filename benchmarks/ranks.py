@@ -109,7 +109,7 @@ def _save(folder: Path, size: int, bytes_per_second: int | None) -> dict[str, fl
 def _restore(folder: Path, size: int, bytes_per_second: int, together: bool) -> dict[str, float]:
     _throttle_reads(bytes_per_second)
     if not together:
-        resume.Resume._read_together = lambda *_: (None, None)  # type: ignore[method-assign]
+        resume.ResumeJob._read_together = lambda *_: (None, None)  # type: ignore[method-assign]
     state = _state(size)
     with Checkpointer(folder, run="bench", rng=False, **state.parts()) as saver:
         dist.barrier()

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from examples import preemption
-from reprieve.checkpoint.folder.catalog import survey
+from reprieve.checkpoint.folder.catalog import list_checkpoints
 
 STEPS, EVERY, KILL_AT = 60, 10, 40
 TIME_LIMIT_S = 300
@@ -50,7 +50,7 @@ def demo(folder: Path) -> int:
         found.add_column(heading)
     for path in sorted(checkpoints.glob(".checkpoint-*")):
         found.add_row(path.name, "the save that was cut short")
-    for one in survey(checkpoints):
+    for one in list_checkpoints(checkpoints):
         note = "one bit flipped by this demo" if one.path == damaged.parent else "whole"
         found.add_row(one.path.name, note)
     console.print(found)

@@ -7,7 +7,7 @@
     │   └── StateMismatch      missing or unexpected keys, shapes or dtypes
     ├── CheckpointError        about checkpoints on storage
     │   ├── InvalidCheckpoint  this one is not whole, not true or not trusted; the message says why
-    │   └── NothingToResume    something is there, and none of it is valid
+    │   └── NoValidCheckpoint    something is there, and none of it is valid
     ├── StorageError           the storage refused: permission, read-only, not a folder, an I/O error
     │   └── StorageFull        not enough room; names the bytes needed and the bytes free
     ├── OwnershipError         about who may write to a checkpoint folder
@@ -57,7 +57,7 @@ class InvalidCheckpoint(CheckpointError):
         super().__init__(f"{path}: {reason}" if path is not None else reason)
 
 
-class NothingToResume(CheckpointError):
+class NoValidCheckpoint(CheckpointError):
     """There are checkpoints, and none of them is valid."""
 
 
@@ -90,7 +90,7 @@ class RanksError(ReprieveError):
 
 class RankFailed(RanksError):
     """A rank cannot go on, or did not answer in time. `rank` is None where several are meant. `for_a_person`: what
-    happened there `needs_a_person`."""
+    happened there `is_permanent`."""
 
     def __init__(self, rank: int | None, reason: str, *, during: str | None = None, for_a_person: bool = False) -> None:
         self.rank = rank
@@ -108,9 +108,9 @@ class StoreLost(RanksError):
     """The store that the ranks talk through cannot be reached any more."""
 
 
-def needs_a_person(error: BaseException) -> bool:
+def is_permanent(error: BaseException) -> bool:
     """Started again, it would fail again: exit code 42."""
-    ours = isinstance(error, ConfigError | StateError | NothingToResume | FolderInUse)
+    ours = isinstance(error, ConfigError | StateError | NoValidCheckpoint | FolderInUse)
     return ours or (isinstance(error, RankFailed) and error.for_a_person)
 
 

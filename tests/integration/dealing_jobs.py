@@ -11,7 +11,7 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from reprieve.data.resumable_loader import DataSource
+from reprieve.data.resumable_loader import ResumableLoader
 
 from ..unit.data_kit import seed
 
@@ -114,7 +114,7 @@ def _part(name: str, count: int | None, position: dict[str, Any] | None, anew: b
     # Split, a batch is one of all ranks, and has to divide among them.
     size = 2 * dist.get_world_size() if config.get("split_batches") else 2
     loader = accelerator.prepare(DataLoader(dataset(), size, shuffle=dataset is Numbers, **options))
-    source = DataSource(loader)
+    source = ResumableLoader(loader)
     length = None
     if anew and position is not None:
         position = source.deal_again(position, 1)

@@ -15,7 +15,7 @@ from accelerate.utils import DataLoaderConfiguration
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, default_collate
 
-from reprieve.data.resumable_loader import DataSource
+from reprieve.data.resumable_loader import ResumableLoader
 
 from ..unit.data_kit import Augmented, Shards, Trace, Unaware, attempt, bare, draw, same, seed, through
 
@@ -139,7 +139,7 @@ def from_the_third(name: str) -> tuple[Any, Any]:
     seed(1)
     expected = list(make())[2:]
     seed(1)
-    return _samples(expected), _samples(DataSource(make()).start({"consumed": 2}))
+    return _samples(expected), _samples(ResumableLoader(make()).start({"consumed": 2}))
 
 
 def _samples(batches: Iterable[Any]) -> list[Any]:
@@ -152,6 +152,6 @@ def without_a_mark(name: str) -> bool:
     seed(1)
     expected = list(make())
     seed(1)
-    one = DataSource(make()).start()
+    one = ResumableLoader(make()).start()
     next(one)
-    return same(list(DataSource(make()).start(one.state())), expected)
+    return same(list(ResumableLoader(make()).start(one.state())), expected)

@@ -31,9 +31,9 @@ if moment == "import":
     sys.path.insert(0, str(folder))
     __import__(f"slow_{rank}")
 elif moment == "ready":
-    from reprieve.preemption.signals import watch
+    from reprieve.preemption.signals import signal_watch
 
-    watch.ready([signal.SIGTERM])
+    signal_watch.ready([signal.SIGTERM])
     wait_here()
 elif moment in ("run", "crash"):
     import torch

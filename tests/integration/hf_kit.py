@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from reprieve.checkpoint.buffers.block_pool import BlockPool
-from reprieve.checkpoint.folder.catalog import survey
+from reprieve.checkpoint.folder.catalog import list_checkpoints
 from reprieve.checkpoint.folder.verify import verify
 from reprieve.testing import Fault, Result, run_ranks
 
@@ -17,7 +17,7 @@ from .hf_jobs import PRELOAD, PRELOAD_TRL, HfJob, seen, train
 from .hf_trainers import WITHOUT_TRL
 
 _ENV = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "REPRIEVE_GRACE": "40s"}
-_FOR_A_PERSON = ("StateMismatch", "ConfigError", "NothingToResume")
+_FOR_A_PERSON = ("StateMismatch", "ConfigError", "NoValidCheckpoint")
 """A script that ends with one of these ends with 42."""
 
 _undisturbed: dict[str, dict[str, Any]] = {}
@@ -97,7 +97,7 @@ def checkpoints(job: HfJob) -> list[str]:
 
 def valid(job: HfJob) -> list[int]:
     """The steps of all checkpoints, newest first; every byte of them is right."""
-    found = survey(job.output)
+    found = list_checkpoints(job.output)
     for one in found:
         assert verify(one.path, BlockPool()).manifest is not None
     assert len(found) == len(checkpoints(job))

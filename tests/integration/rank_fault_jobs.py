@@ -227,7 +227,7 @@ def restore_with_bad_blocks(root: Path, bad: Sequence[tuple[int, int, str, str]]
     from reprieve.checkpoint.io import reader
 
     numbers = Numbers()
-    really, really_aside = reader.read_into, commit.set_aside
+    really, really_aside = reader.read_into, commit.quarantine
     now = [(-1, -1, "", "")]
 
     def read_into(file: OpenFile, buffer: memoryview, offset: int) -> int:
@@ -244,7 +244,7 @@ def restore_with_bad_blocks(root: Path, bad: Sequence[tuple[int, int, str, str]]
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         return really_aside(*args)
 
-    reader.read_into, commit.set_aside = read_into, set_aside
+    reader.read_into, commit.quarantine = read_into, set_aside
     reader.read_from_cache = lambda *_: False  # the medium is asked for every byte
     outcomes = []
     with checkpointer(root, numbers) as saver:

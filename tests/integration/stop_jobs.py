@@ -15,7 +15,7 @@ import torch.distributed as dist
 from reprieve.errors import RanksError
 from reprieve.failpoints import reached
 from reprieve.ranks.group import Ranks
-from reprieve.ranks.step_agreement import CommonStep
+from reprieve.ranks.step_agreement import StepAgreement
 
 
 class Stop(NamedTuple):
@@ -55,7 +55,7 @@ def many_stops(count: int, seed: int, steps: int | None = None) -> Stops:
         moments = {rank: plan.uniform(0, 0.03) if steps is None else plan.uniform(0, 0.4) ** 3 for rank in askers}
         saver = plan.randrange(ranks.world_size) if plan.random() < 0.3 else None
         again = plan.random() < 0.3
-        with CommonStep(ranks.scoped(f"stop {number}"), completed=step) as common:
+        with StepAgreement(ranks.scoped(f"stop {number}"), completed=step) as common:
             asker = _Asker(common, moments.get(ranks.rank), again, saves=saver == ranks.rank)
             last = None if steps is None else step + steps
             kinds, step, stood = _train(common, step, last, own, step_s, asker)
@@ -70,7 +70,7 @@ def many_stops(count: int, seed: int, steps: int | None = None) -> Stops:
 
 
 def _train(
-    common: CommonStep, step: int, last: int | None, own: random.Random, step_s: list[float], asker: _Asker
+    common: StepAgreement, step: int, last: int | None, own: random.Random, step_s: list[float], asker: _Asker
 ) -> tuple[tuple[str, ...], int, float]:
     kinds: list[str] = []
     if last is None:
@@ -100,7 +100,7 @@ def _straggle(own: random.Random) -> float:
 class _Asker:
     """Asks for a stop at some moment, from a thread, as the guard would."""
 
-    def __init__(self, common: CommonStep, moment_s: float | None, again: bool, saves: bool) -> None:
+    def __init__(self, common: StepAgreement, moment_s: float | None, again: bool, saves: bool) -> None:
         self.asked = float("inf")
         self._common = common
         self._again = again
@@ -131,7 +131,7 @@ class _Asker:
 def train_and_tell(asker: int, stop_limit_s: float = 2, steps: int = 2000) -> tuple[str, int, float]:
     """What the boundary gave in the end, after which step, how long after somebody could have asked."""
     ranks = Ranks.detect()
-    with CommonStep(ranks, completed=0, stop_limit=timedelta(seconds=stop_limit_s)) as common:
+    with StepAgreement(ranks, completed=0, stop_limit=timedelta(seconds=stop_limit_s)) as common:
         ranks.agree("all are there")
         begun = time.monotonic()
         for step in range(1, steps + 1):
@@ -152,7 +152,7 @@ def train_and_tell(asker: int, stop_limit_s: float = 2, steps: int = 2000) -> tu
 def outlive_the_store(steps: int) -> tuple[int, str]:
     """Rank 0 serves the store, and dies. How many steps went well then, and what a request after that gave."""
     ranks = Ranks.detect()
-    common = CommonStep(ranks, completed=0)
+    common = StepAgreement(ranks, completed=0)
     lost = threading.Event()
     common._on_lost = lambda error: lost.set()
     if ranks.rank == 0:
@@ -179,7 +179,7 @@ def outlive_the_store(steps: int) -> tuple[int, str]:
 def stop_by_signal() -> tuple[str, int]:
     """SIGTERM, to a rank whose handler asks for a stop."""
     ranks = Ranks.detect()
-    common = CommonStep(ranks, completed=0)
+    common = StepAgreement(ranks, completed=0)
     signal.signal(signal.SIGTERM, lambda *_: common.request("stop"))
     with common:
         for step in range(1, 5000):
@@ -194,6 +194,6 @@ def stop_by_signal() -> tuple[str, int]:
 def die_without_close() -> str:
     """A script that never closes and just ends: nothing keeps its process."""
     ranks = Ranks.detect()
-    common = CommonStep(ranks, completed=0)
+    common = StepAgreement(ranks, completed=0)
     assert common.boundary(1) is None
     return "ended"

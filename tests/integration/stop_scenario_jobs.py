@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import reprieve
 from reprieve.checkpoint.buffers.block_pool import BlockPool
-from reprieve.checkpoint.folder.catalog import survey
+from reprieve.checkpoint.folder.catalog import list_checkpoints
 from reprieve.checkpoint.folder.verify import verify
 from reprieve.failpoints import reached
 from reprieve.testing import Fault, Result, pause, run_ranks, terminate
@@ -219,7 +219,7 @@ def _undisturbed(job: Job, ranks: int, fn: Callable[..., None], args: tuple[Any,
 def checkpoints(job: Job) -> list[int]:
     """The steps of all checkpoints, newest first; every one is whole."""
     pool = BlockPool()
-    found = survey(Path(job.folder) / "checkpoints")
+    found = list_checkpoints(Path(job.folder) / "checkpoints")
     for one in found:
         verify(one.path, pool)
     return [one.step for one in found]

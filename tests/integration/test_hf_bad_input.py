@@ -58,7 +58,7 @@ def test_all_checkpoints_are_torn(job: HfJob) -> None:
     (job.output / "checkpoint-3" / "model.safetensors").write_bytes(b"torn")
     result = attempt(job)[0]
     assert result.error is not None, str(result)
-    assert result.error.type == "NothingToResume"
+    assert result.error.type == "NoValidCheckpoint"
     assert "model.safetensors has 4 bytes" in result.error.message
     assert checkpoints(job) == ["checkpoint-3.set-aside"]
 
@@ -171,7 +171,7 @@ def test_what_is_refused_when_it_resumes_ends_with_42(tmp_path: Path) -> None:
     (checkpoint / "model.safetensors").write_bytes(b"torn")
     ended = _script(tmp_path, *_PYTHON)
     assert ended.returncode == 42, ended.stderr
-    assert "it needs a person: NothingToResume:" in ended.stderr
+    assert "it needs a person: NoValidCheckpoint:" in ended.stderr
 
 
 @pytest.mark.parametrize("launcher", [_PYTHON, _TORCHRUN], ids=["python", "torchrun"])

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from reprieve.adapters.transformers import deepspeed
-from reprieve.adapters.transformers.save.interception import Collecting
+from reprieve.adapters.transformers.save.interception import SaveInterceptor
 from reprieve.checkpoint.checkpointer import Checkpointer
 from reprieve.checkpoint.folder.foreign.checker import check_foreign
 from reprieve.checkpoint.format.manifest import ARCHIVE_MARK
@@ -175,7 +175,7 @@ def test_weights_are_not_copied(tmp_path: Path) -> None:
     whole = torch.arange(8.0)
     others = {"turned": torch.ones(2, 3).t(), "counts": torch.arange(3)}
     parts = {"a": whole[:4], "b": whole[4:], **others, "extra": {"step": 3}}
-    with Collecting(tmp_path):
+    with SaveInterceptor(tmp_path):
         taken = utils.clone_tensors_for_torch_save(parts)
     for name in ("a", "b"):
         assert taken[name].data_ptr() == parts[name].data_ptr()

@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from reprieve.launch.drill import Report, _compare
-from reprieve.launch.rank_reports import Listener, Seen
+from reprieve.launch.rank_reports import JobStatus, Listener
 from reprieve.progress.report import LAUNCHER
 from reprieve.storage.uri import DRILL
 from reprieve.testing import Fault, pause
@@ -49,9 +49,9 @@ def drill(job: HfJob, *faults: Fault, ranks: int = 1, step: int = 4, again: HfJo
 
 
 @contextlib.contextmanager
-def listening() -> Iterator[tuple[Seen, dict[str, str]]]:
+def listening() -> Iterator[tuple[JobStatus, dict[str, str]]]:
     """What the ranks report meanwhile, and the environment in which they do."""
-    seen, listener, done = Seen(), Listener(), threading.Event()
+    seen, listener, done = JobStatus(), Listener(), threading.Event()
 
     def listen() -> None:
         while not done.is_set():

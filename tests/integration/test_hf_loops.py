@@ -307,9 +307,9 @@ def test_no_checkpoint_at_the_end(job: HfJob) -> None:
 
 def test_small_files_do_not_touch_the_disk(tmp_path: Path) -> None:
     """Torch says RuntimeError of a full one."""
-    from reprieve.adapters.transformers.save.interception import Collecting
+    from reprieve.adapters.transformers.save.interception import SaveInterceptor
 
-    with Collecting(tmp_path) as collecting:
+    with SaveInterceptor(tmp_path) as collecting:
         torch.save({"step": 3}, tmp_path / "scheduler.pt")
         torch.save({"other": 4}, tmp_path.parent / f"{tmp_path.name}.pt")
     assert list(tmp_path.iterdir()) == []
@@ -324,9 +324,9 @@ def test_what_is_saved_and_removed_again_is_not_there(tmp_path: Path) -> None:
     """As transformers does with ZeRO 3. And nothing is in torch's old format, which DeepSpeed may be told to use."""
     from transformers import trainer
 
-    from reprieve.adapters.transformers.save.interception import Collecting
+    from reprieve.adapters.transformers.save.interception import SaveInterceptor
 
-    with Collecting(tmp_path) as collecting:
+    with SaveInterceptor(tmp_path) as collecting:
         for name in ("model.safetensors", "other.safetensors"):
             safetensors.torch.save_file({"weight": torch.ones(3)}, tmp_path / name)
         torch.save(torch.ones(2**20), tmp_path / "states.pt", _use_new_zipfile_serialization=False)

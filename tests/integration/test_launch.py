@@ -126,7 +126,7 @@ def test_nothing_valid_to_resume_from_needs_a_person(lab: Lab) -> None:
         path.write_bytes(path.read_bytes()[:-100] + bytes(100))
     ended = lab.run(lab.python(steps=5), "--restarts", "3")
     assert ended.code == 42, str(ended)
-    assert "it needs a person: NothingToResume" in lab.last_words()
+    assert "it needs a person: NoValidCheckpoint" in lab.last_words()
     assert lab.run(lab.python(steps=5), "--fresh").code == 0
 
 

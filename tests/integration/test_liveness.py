@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from reprieve.checkpoint.buffers.block_pool import BlockPool
-from reprieve.checkpoint.folder.catalog import survey
+from reprieve.checkpoint.folder.catalog import list_checkpoints
 from reprieve.checkpoint.folder.verify import verify
 from reprieve.errors import RankFailed
 from reprieve.ranks.group import Ranks
@@ -41,7 +41,7 @@ def test_the_others_end_within_a_set_time(number: signal.Signals, tmp_path: Path
         assert results[rank].exit_code == 1, results[rank]
     if number == signal.SIGSTOP:
         assert any("rank 1: was not heard of for 4 s" in results[rank].output for rank in (0, 2)), results[0]
-    newest = survey(tmp_path / "checkpoints")[0]
+    newest = list_checkpoints(tmp_path / "checkpoints")[0]
     verify(newest.path, BlockPool())
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from reprieve.checkpoint.folder.catalog import Found, survey
+from reprieve.checkpoint.folder.catalog import CheckpointInfo, list_checkpoints
 
 KEEP = 2
 MORE = 150
@@ -111,9 +111,9 @@ class Job:
             time.sleep(0.05)
         return told
 
-    def valid(self) -> list[Found]:
+    def valid(self) -> list[CheckpointInfo]:
         """The checkpoints, newest first."""
-        return [one for one in survey(self.folder / "checkpoints") if one.problem is None]
+        return [one for one in list_checkpoints(self.folder / "checkpoints") if one.problem is None]
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from reprieve.checkpoint.buffers.block_pool import BlockPool
-from reprieve.checkpoint.folder.catalog import survey
+from reprieve.checkpoint.folder.catalog import list_checkpoints
 from reprieve.checkpoint.folder.verify import verify
 from reprieve.checkpoint.format.manifest import read_manifest
 from reprieve.checkpoint.save.plan import plan
@@ -102,7 +102,7 @@ def test_a_save_by_time_is_at_one_step(tmp_path: Path) -> None:
     saved = values(run_ranks(3, engine_jobs.save_by_time, tmp_path))
     assert saved[0] == saved[1] == saved[2]
     assert len(saved[0]) >= 3
-    assert sorted(one.step for one in survey(tmp_path)) == saved[0]
+    assert sorted(one.step for one in list_checkpoints(tmp_path)) == saved[0]
 
 
 @pytest.mark.fsdp

@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from reprieve.checkpoint.buffers.block_pool import BlockPool
-from reprieve.checkpoint.folder.catalog import survey
+from reprieve.checkpoint.folder.catalog import list_checkpoints
 from reprieve.checkpoint.folder.paths import OWNER_FOLDER, is_leftover
 from reprieve.checkpoint.folder.verify import verify
 from reprieve.testing import Fault, Result, fail, kill, pause, run_ranks, start_ranks, values
@@ -66,7 +66,7 @@ def assert_succeeded(call: Sequence[Outcome], value: Any = None) -> None:
 
 def assert_whole(root: Path, steps: Sequence[int]) -> None:
     """These checkpoints are there, every byte of them is right, and nothing else is to be seen."""
-    assert [found.step for found in survey(root)] == sorted(steps, reverse=True)
+    assert [found.step for found in list_checkpoints(root)] == sorted(steps, reverse=True)
     for step in steps:
         verify(root / f"checkpoint-{step}", BlockPool())
     others = {path.name for path in root.iterdir() if not path.name.startswith("checkpoint-")}
@@ -265,13 +265,13 @@ def _die_everywhere(root: Path, rank: int, points: Sequence[tuple[str, str]], ba
                 assert saved.seconds < LIMIT_S + SLACK_S
         if _committed(rank, place, operation):
             newest = step
-        assert survey(root)[0].step == newest, (place, operation)
+        assert list_checkpoints(root)[0].step == newest, (place, operation)
         verify(root / f"checkpoint-{newest}", BlockPool())
         # What rank 0 did not live to remove is hidden, and goes at the next start.
         assert rank == 0 or not [path for path in root.iterdir() if is_leftover(path)]
     for restored, _ in values(run_ranks(RANKS, jobs.restore_then_save, root, None, backend=None)):
         assert restored.value == (newest, newest, [])
-    assert_whole(root, [found.step for found in survey(root)])
+    assert_whole(root, [found.step for found in list_checkpoints(root)])
 
 
 @pytest.mark.soak
@@ -348,7 +348,7 @@ def test_the_host_of_the_store_is_killed(host: int, point: str, tmp_path: Path) 
     for survivor in values(result for result in results if result.rank != host):
         restored, saved = survivor
         assert saved.type == "StoreLost"
-    newest = survey(tmp_path)[0].step
+    newest = list_checkpoints(tmp_path)[0].step
     assert newest == 1 or (point == "before commit" and host != 0)
     for restored, _ in values(run_ranks(RANKS, jobs.restore_then_save, tmp_path, None, backend=None)):
         assert restored.value == (newest, newest, [])
@@ -381,8 +381,8 @@ def test_a_bad_block_that_only_one_rank_reads(tmp_path: Path) -> None:
         (newest, *_) = told[0]
         assert newest.startswith(f"checkpoint-{step}: {name} ")
         assert ("is damaged" if how == "flipped" else "cannot be read") in newest
-    assert_failed_everywhere(calls[-1], "NothingToResume: there are checkpoints in", limit_s=0)
-    assert {found.step for found in survey(tmp_path) if found.set_aside} == set(range(1, 9))
+    assert_failed_everywhere(calls[-1], "NoValidCheckpoint: there are checkpoints in", limit_s=0)
+    assert {found.step for found in list_checkpoints(tmp_path) if found.set_aside} == set(range(1, 9))
 
 
 def test_a_bad_block_in_the_shard_of_one_rank(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from reprieve.checkpoint.buffers.block_pool import BlockPool
-from reprieve.checkpoint.folder.catalog import survey
+from reprieve.checkpoint.folder.catalog import list_checkpoints
 from reprieve.checkpoint.folder.verify import verify
 from reprieve.testing import start_ranks
 
@@ -104,7 +104,7 @@ def assert_stopped(folder: Path, ended: Ended) -> None:
     assert "saved step" in ended.said, ended.said
     assert ended.seconds < SLACK_S
     assert ended.said.count("saved step") == 1
-    [newest] = survey(folder / "checkpoints")
+    [newest] = list_checkpoints(folder / "checkpoints")
     assert f"saved step {newest.step} " in ended.said
     verify(newest.path, BlockPool())
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from reprieve import Checkpointer
 from reprieve.checkpoint.buffers.block_pool import BlockPool
 from reprieve.checkpoint.folder import paths
-from reprieve.checkpoint.folder.catalog import survey
+from reprieve.checkpoint.folder.catalog import list_checkpoints
 from reprieve.checkpoint.folder.verify import verify
 
 POOL = BlockPool(limit=4)
@@ -59,7 +59,7 @@ class Job:
 def check_visible(root: Path, at_least: int) -> int:
     """Everything visible is whole, and the newest is the state of its step, as stock libraries read it: nothing is
     changed here. The newest step, 0 if there is none."""
-    found = [one for one in survey(root) if paths.step_of(one.path) is not None]
+    found = [one for one in list_checkpoints(root) if paths.step_of(one.path) is not None]
     for one in found:
         verify(one.path, POOL)
     newest = found[0].step if found else 0

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from reprieve.checkpoint.folder import commit, lease, paths
-from reprieve.checkpoint.folder.catalog import survey
+from reprieve.checkpoint.folder.catalog import list_checkpoints
 from reprieve.checkpoint.format.layout import bytes_layout
 from reprieve.checkpoint.format.manifest import read_manifest
 from reprieve.storage.disk import Disk
@@ -28,7 +28,7 @@ SET_UP_DONE = "set up"
 
 @pytest.fixture
 def quiet_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease.Owner, "_keep_alive", lambda self: None)
+    monkeypatch.setattr(lease.FolderLease, "_keep_alive", lambda self: None)
 
 
 def saves_and_retention(root: Path, disk: Recording) -> Check:
@@ -51,7 +51,7 @@ def saves_and_retention(root: Path, disk: Recording) -> Check:
             empty.rmdir()  # what the test put there
         check_visible(here, max((int(mark.split()[1]) for mark in marks if mark.startswith("saved")), default=0))
         if "saved 3" in marks:
-            reasons = [one.problem for one in survey(here) if paths.step_of_aside(one.path) == 3]
+            reasons = [one.problem for one in list_checkpoints(here) if paths.step_of_quarantined(one.path) == 3]
             assert len(reasons) == 1 and "newer save" in str(reasons[0]), "why it was set aside is lost"
 
     return check
@@ -89,7 +89,7 @@ def a_second_attempt_that_starts_over(root: Path, disk: Recording) -> Check:
             check_visible(kept[0].parent, 1)
         check_attempt(here, marks)
         if marks.count("started") == 2:
-            assert not survey(here), "the second attempt would go on from what it was told to leave"
+            assert not list_checkpoints(here), "the second attempt would go on from what it was told to leave"
 
     return check
 
@@ -114,7 +114,7 @@ def a_resume_that_finds_the_newest_damaged(root: Path, disk: Recording) -> Check
         if SET_UP_DONE in marks:
             assert (here / "checkpoint-1").is_dir()
         if "resumed" in marks:
-            problems = {one.path.name: one.problem for one in survey(here)}
+            problems = {one.path.name: one.problem for one in list_checkpoints(here)}
             assert problems["checkpoint-1"] is None and "7 bytes" in problems["checkpoint-2.set-aside"]
 
     return check

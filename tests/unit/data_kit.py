@@ -1,4 +1,4 @@
-"""A small training loop over data: with the bare loader, or through a DataSource that is stopped and started again."""
+"""A small training loop over data: over the bare loader, or through a ResumableLoader that is stopped and resumed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from reprieve.data.resumable_loader import DataSource
+from reprieve.data.resumable_loader import ResumableLoader
 from reprieve.rng import capture_rng, restore_rng
 
 Trace = list[Any]
@@ -159,7 +159,7 @@ class Stopped(Exception):
 def through(
     make: Callable[[], Any], stops: Sequence[tuple[int, int]], epochs: int = 3, marks_every: int = 1
 ) -> list[Trace]:
-    """The same through a DataSource, stopped after so many batches of an epoch, and each time started anew."""
+    """The same through a ResumableLoader, stopped after so many batches of an epoch, and each time started anew."""
     seen: list[Trace] = [[] for _ in range(epochs + 1)]
     saved: dict[str, Any] | None = None
     for stop in [*stops, None]:
@@ -177,7 +177,7 @@ def attempt(
     """From one start to a stop: what is saved there. `seen` has a place for each epoch, and one for the end."""
     seed(1 if saved is None else 77)
     loader = make()
-    source = DataSource(loader)
+    source = ResumableLoader(loader)
     try:
         _go_on(loader, source, saved, stop, seen, len(seen) - 1, marks_every)
     except Stopped as stopped:
@@ -189,7 +189,7 @@ def attempt(
 
 def _go_on(
     loader: Any,
-    source: DataSource,
+    source: ResumableLoader,
     saved: dict[str, Any] | None,
     stop: tuple[int, int] | None,
     seen: list[Trace],

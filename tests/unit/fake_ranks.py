@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from reprieve.checkpoint.buffers.block_pool import Block
 from reprieve.checkpoint.format.layout import BytesSource, Deferred, FileLayout, LayoutBuilder, Segment, Source
-from reprieve.checkpoint.io.partition import FilePart
+from reprieve.checkpoint.io.partition import FileShare
 from reprieve.storage.disk import PAGE
 
 Holders = tuple[int, ...] | None
@@ -113,7 +113,7 @@ def not_covered(start: int, stop: int, ranges: Sequence[Range]) -> list[Range]:
     return [one for one in left if one.start < one.stop]
 
 
-def owners_of(part: FilePart, segment: Segment | Deferred) -> set[int]:
+def owners_of(part: FileShare, segment: Segment | Deferred) -> set[int]:
     """Who writes some byte of it: slow and simple."""
     stop = segment.offset + segment.length
     return {piece.owner for piece in part.pieces if piece.start < stop and piece.stop > segment.offset}

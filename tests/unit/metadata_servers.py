@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from reprieve.preemption.notices import Notice, NoticeWatcher
+from reprieve.preemption.notices import Notice, NoticePoller
 
 Reply = tuple[int, dict[str, str], str]
 Oddity = Callable[["Handler"], None]
@@ -299,7 +299,7 @@ def _for_ever(handler: Handler, piece: bytes, every: float = 0.0) -> None:
 def watching(cloud: Any, **options: Any) -> Iterator[SimpleQueue[Notice]]:
     """What a watcher of this cloud is told meanwhile."""
     heard: SimpleQueue[Notice] = SimpleQueue()
-    watcher = NoticeWatcher(cloud, heard.put, **options)
+    watcher = NoticePoller(cloud, heard.put, **options)
     watcher.start()
     try:
         yield heard

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from reprieve.ranks import step_protocol as protocol
-from reprieve.ranks.step_protocol import STOP, Failure, Patience, Position, Silent, Verdict
+from reprieve.ranks.step_protocol import STOP, AgreementFailure, Patience, RankPosition, Silent, Verdict
 
 T = TypeVar("T")
 
@@ -55,13 +55,13 @@ class Rank(NamedTuple):
     doing: str
     step: int
     """The step it is in, or the last it completed."""
-    position: Position
+    position: RankPosition
     watcher: Thread | None
     talker: Thread | None = None
     mail: tuple[str, ...] = ()
     closed: bool = False
     served: tuple[tuple[str, int], ...] = ()
-    saw: Position | None = None
+    saw: RankPosition | None = None
     """Without the lock: the position that the training thread has looked at, and acts on."""
 
 
@@ -153,7 +153,7 @@ class Job:
         return len(visited)
 
     def _start(self) -> State:
-        rank = Rank(AWAY, 0, Position(started=1), None)
+        rank = Rank(AWAY, 0, RankPosition(started=1), None)
         if not self.late:
             rank = self._joined(rank)
         return State((self.one(rank),) * self.world_size, self.one(frozenset()), self.requests, self.deaths)
@@ -246,13 +246,13 @@ class Job:
             position, verdict = rank.position.boundary(rank.step)
         yield from self._boundary(rank, store, position, verdict)
 
-    def _boundary(self, rank: Rank, store: Store, position: Position, verdict: Any) -> Iterator[Move]:
+    def _boundary(self, rank: Rank, store: Store, position: RankPosition, verdict: Any) -> Iterator[Move]:
         rank = rank._replace(position=position)
         if verdict is Verdict.HOLD:
             return
         if verdict is Verdict.GO:
             yield self._next_step(rank, store)
-        elif isinstance(verdict.outcome, Failure):
+        elif isinstance(verdict.outcome, AgreementFailure):
             rank = rank._replace(doing=FAILED, position=position.finish())
             yield Move(("learns that nobody hears from", verdict.outcome.missing), rank, store)
         else:

@@ -24,7 +24,7 @@ from torch import nn
 from reprieve import Checkpointer, ConfigError, StorageError, StorageFull
 from reprieve.checkpoint.buffers import staging
 from reprieve.checkpoint.buffers.block_pool import BLOCK_BYTES, RING_BLOCKS
-from reprieve.checkpoint.folder.catalog import survey
+from reprieve.checkpoint.folder.catalog import list_checkpoints
 from reprieve.checkpoint.folder.verify import verify
 from reprieve.checkpoint.save.background import Background
 from reprieve.storage.disk import Disk
@@ -83,7 +83,7 @@ def test_training_does_not_wait_for_files_to_be_made(tmp_path: Path) -> None:
         assert not save.done
         disk.go.set()
         save.wait()
-    assert [one.step for one in survey(tmp_path)] == [1]
+    assert [one.step for one in list_checkpoints(tmp_path)] == [1]
 
 
 def test_a_second_one_waits_its_turn(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_second_one_waits_its_turn(tmp_path: Path) -> None:
         assert first.done, "one at a time"
         second.wait()
         assert second.skipped is None
-    assert [one.step for one in survey(tmp_path)] == [2, 1]
+    assert [one.step for one in list_checkpoints(tmp_path)] == [2, 1]
 
 
 def test_a_second_one_is_left_out_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -109,7 +109,7 @@ def test_a_second_one_is_left_out_and_says_so(tmp_path: Path, caplog: pytest.Log
         first.wait()
         checkpointer.wait()
         assert checkpointer.save(3, background=True).skipped is None
-    assert [one.step for one in survey(tmp_path)] == [3, 1]
+    assert [one.step for one in list_checkpoints(tmp_path)] == [3, 1]
 
 
 def test_a_blocking_one_is_never_left_out(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_blocking_one_is_never_left_out(tmp_path: Path) -> None:
         checkpointer.save(1, background=True)
         disk.go.set()
         assert checkpointer.save(2).skipped is None
-        assert [one.step for one in survey(tmp_path)] == [2, 1]
+        assert [one.step for one in list_checkpoints(tmp_path)] == [2, 1]
 
 
 def test_when_busy_is_checked(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_an_error_in_the_background_is_raised_at_the_next_call(tmp_path: Path, c
     if call != "close":
         checkpointer.save(4)
         checkpointer.close()
-    assert survey(tmp_path)[-1].problem is None
+    assert list_checkpoints(tmp_path)[-1].problem is None
 
 
 def test_without_memory_it_writes_through_and_says_so_once(
@@ -240,7 +240,7 @@ def test_a_background_save_at_the_end_of_a_program_without_close(tmp_path: Path)
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    assert [one.step for one in survey(tmp_path)] == [1]
+    assert [one.step for one in list_checkpoints(tmp_path)] == [1]
     verify(tmp_path / "checkpoint-1", pool)
 
 

@@ -46,7 +46,7 @@ def test_names_with_brackets_are_printed_as_they_are(tmp_path: Path, capsys: pyt
     assert execute(["show", str(root)]) == 0
     shown = capsys.readouterr().out
     assert f"{root}/checkpoint-1" in shown and "[red]run[/] :smile:, attempt 1" in shown
-    commit.set_aside(Disk(), root / "checkpoint-1", "tensor [bold]x[/y] is damaged")
+    commit.quarantine(Disk(), root / "checkpoint-1", "tensor [bold]x[/y] is damaged")
     assert execute(["ls", str(root)]) == 0
     assert "set aside: tensor [bold]x[/y] is damaged" in capsys.readouterr().out
     assert execute(["verify", str(root)]) == 1
@@ -96,7 +96,7 @@ def test_one_that_may_not_be_read_is_a_problem_in_its_row(
 def test_a_folder_that_may_not_be_read_is_an_error_that_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    monkeypatch.setattr(catalog, "survey", refuse)
+    monkeypatch.setattr(catalog, "list_checkpoints", refuse)
     assert execute([command, str(tmp_path)]) == 2
     assert f"error: cannot use {tmp_path} for checkpoints: no permission" in capsys.readouterr().err
 
@@ -105,7 +105,7 @@ def test_a_folder_that_may_not_be_read_is_an_error_that_names_it(
 def test_where_all_were_set_aside_none_is_valid(tmp_path: Path, capsys: pytest.CaptureFixture[str], count: int) -> None:
     run_with(tmp_path, *range(count))
     for step in range(count):
-        commit.set_aside(Disk(), tmp_path / f"checkpoint-{step}", "damaged")
+        commit.quarantine(Disk(), tmp_path / f"checkpoint-{step}", "damaged")
     assert execute(["verify", str(tmp_path)]) == 1
     assert capsys.readouterr().out.count("not valid: set aside: damaged") == count
     run_with(tmp_path, 5)

@@ -20,7 +20,7 @@ from reprieve import failpoints
 from reprieve.errors import ConfigError, RankFailed, RanksError, StoreLost
 from reprieve.ranks.folder_store import FolderStore
 from reprieve.ranks.group import Ranks
-from reprieve.ranks.step_agreement import CommonStep, Request
+from reprieve.ranks.step_agreement import Request, StepAgreement
 from reprieve.ranks.store import Store
 from reprieve.ranks.torch_store import TorchStore
 
@@ -52,13 +52,13 @@ class Job:
         self.on_lost: list[RanksError] = []
         self._open = ExitStack()
 
-    def join(self, rank: int, completed: int = 0) -> CommonStep:
+    def join(self, rank: int, completed: int = 0) -> StepAgreement:
         ranks = Ranks(rank, self.world_size, self.store.client(), limit=self.limit)
-        common = CommonStep(ranks, completed=completed, stop_limit=self.stop_limit, on_lost=self.on_lost.append)
+        common = StepAgreement(ranks, completed=completed, stop_limit=self.stop_limit, on_lost=self.on_lost.append)
         self._open.callback(common.close)
         return common
 
-    def train(self, common: CommonStep, steps: int = 10**6, completed: int = 0) -> list[Request | RanksError | str]:
+    def train(self, common: StepAgreement, steps: int = 10**6, completed: int = 0) -> list[Request | RanksError | str]:
         """What this rank did besides its steps."""
         did: list[Request | RanksError | str] = []
         try:
@@ -108,7 +108,7 @@ def eventually(true: Callable[[], object]) -> None:
         time.sleep(0.001)
 
 
-def at_next_boundary(common: CommonStep, completed: int) -> Request:
+def at_next_boundary(common: StepAgreement, completed: int) -> Request:
     """For a rank whose steps contain nothing: it stands at a boundary until somebody asks."""
     end = time.monotonic() + SOON_S
     while time.monotonic() < end:
@@ -446,7 +446,7 @@ def test_what_others_do_when_it_is_lost_is_their_affair(caplog: pytest.LogCaptur
     def raises(error: RanksError) -> None:
         raise RuntimeError("theirs")
 
-    with CommonStep(Ranks(0, 2, store), completed=0, on_lost=raises) as common:
+    with StepAgreement(Ranks(0, 2, store), completed=0, on_lost=raises) as common:
         eventually(lambda: "step/joined/0" in store.keys)
         store.die()
         eventually(lambda: "on_lost failed" in caplog.text)
@@ -474,7 +474,7 @@ def test_the_store_is_lost_while_the_common_step_is_looked_for() -> None:
 
 
 def test_alone() -> None:
-    with CommonStep(Ranks.alone(), completed=4) as common:
+    with StepAgreement(Ranks.alone(), completed=4) as common:
         assert common.boundary(4) is None  # before the first step
         assert common.boundary(5) is None
         common.request("save")
@@ -492,7 +492,7 @@ def test_alone() -> None:
 
 
 def test_only_known_kinds() -> None:
-    with CommonStep(Ranks.alone(), completed=0) as common, pytest.raises(ConfigError, match="'pause'"):
+    with StepAgreement(Ranks.alone(), completed=0) as common, pytest.raises(ConfigError, match="'pause'"):
         common.request("pause")
 
 
@@ -513,7 +513,7 @@ def test_a_signal_handler_may_ask_at_any_moment() -> None:
         assert other.result()
 
 
-def _saves(common: CommonStep, number: int) -> list[Request]:
+def _saves(common: StepAgreement, number: int) -> list[Request]:
     """Until there were so many, or the other rank has finished."""
     saves: list[Request] = []
     end = time.monotonic() + SOON_S

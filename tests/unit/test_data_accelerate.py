@@ -12,7 +12,7 @@ from accelerate.utils import DataLoaderConfiguration
 from data_kit import Augmented, Plain, RandomCollator, Shards, Unaware, bare, same, through
 from torch.utils.data import DataLoader
 
-from reprieve.data.resumable_loader import DataSource
+from reprieve.data.resumable_loader import ResumableLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -91,7 +91,7 @@ def test_skipped_batches() -> None:
 def test_the_users_loader_is_as_it_was() -> None:
     loader = _prepared(lambda: DataLoader(Unaware(), batch_size=4))()
     before = dict(vars(loader))
-    one = DataSource(loader).start()
+    one = ResumableLoader(loader).start()
     next(one)
     one.mark()
     assert loader.gradient_state.active_dataloader is not None
@@ -104,14 +104,14 @@ def test_the_users_loader_is_as_it_was() -> None:
 def test_entered_again_at_its_end() -> None:
     """Where nothing is left to give out, and the run is stopped once more."""
     prepare = _prepared(lambda: DataLoader(Plain(), batch_size=4))
-    one = DataSource(prepare()).start()
+    one = ResumableLoader(prepare()).start()
     for _ in range(6):
         next(one)
     one.mark()
     saved = one.state()
     for _ in range(2):
         loader = prepare()
-        one = DataSource(loader).start(saved)
+        one = ResumableLoader(loader).start(saved)
         assert list(one) == []
         assert loader.iteration == 1
         one.mark()
@@ -124,8 +124,8 @@ def test_iterated_before() -> None:
     prepare = _prepared(lambda: DataLoader(Plain(), batch_size=4))
     loader = prepare()
     list(loader)
-    one = DataSource(loader).start()
+    one = ResumableLoader(loader).start()
     one.mark()
     next(one)
     one.mark()
-    assert len(list(DataSource(prepare()).start(one.state()))) == 5
+    assert len(list(ResumableLoader(prepare()).start(one.state()))) == 5

@@ -21,8 +21,8 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from reprieve.data.redistribution import Dealing
-from reprieve.data.resumable_loader import DataSource
+from reprieve.data.redistribution import SampleRedistribution
+from reprieve.data.resumable_loader import ResumableLoader
 from reprieve.rng import capture_rng, restore_rng
 
 KNOWN = {"consumed": 3, "read": 3, "size": 4}
@@ -69,7 +69,7 @@ class Repeating(SequentialSampler):
 
 
 def _known(loader: Any, **more: Any) -> dict[str, Any] | None:
-    return DataSource(loader).deal_again({**KNOWN, **more}, 1)
+    return ResumableLoader(loader).deal_again({**KNOWN, **more}, 1)
 
 
 class Run:
@@ -82,7 +82,7 @@ class Run:
     def go_on(self, size: int, counts: Sequence[int | None], *, anew: bool = False) -> list[list[int]]:
         """Passes of so many batches; None: to the end. What the first is depends on what was before."""
         seed(1 if self._saved is None else 7)
-        source = DataSource(self._make(size))
+        source = ResumableLoader(self._make(size))
         position, rng = None, capture_rng({})
         if self._saved is not None:
             position, state, rng = self._saved
@@ -164,37 +164,40 @@ def test_other_workers_after_it() -> None:
 def test_whole_rounds_only() -> None:
     """24 samples less 12 are 4 batches of 3; three ranks take one each."""
     loader, position = DataLoader(Indices(), 3), {"dealt": {"samples": 12, "at": 1}}
-    assert Dealing(loader, 3, drop_last=True).length(position) == 1 + 1
-    assert Dealing(loader, 3, drop_last=False).length(position) == 1 + 2
+    assert SampleRedistribution(loader, 3, drop_last=True).length(position) == 1 + 1
+    assert SampleRedistribution(loader, 3, drop_last=False).length(position) == 1 + 2
 
 
 def test_nothing_was_done() -> None:
     position = {"consumed": 0, "start": {}, "read": 0, "size": 4}
-    assert DataSource(DataLoader(Plain(), 5)).deal_again(position, 1) == {"consumed": 0, "start": {}}
+    assert ResumableLoader(DataLoader(Plain(), 5)).deal_again(position, 1) == {"consumed": 0, "start": {}}
 
 
 def test_a_plain_loader() -> None:
     loader = DataLoader(Plain(23), 5)
     position = _known(loader)
     assert position == {"consumed": 2, "dealt": {"samples": 12, "at": 2}}
-    source = DataSource(loader)
+    source = ResumableLoader(loader)
     assert source.length(position) == 2 + 3
     one = source.start(position)
     first = next(one)
     one.mark()
     assert first["index"].tolist() == [12, 13, 14, 15, 16]
-    assert [batch["index"].tolist() for batch in DataSource(loader).start(one.state())] == [[17, 18, 19, 20, 21], [22]]
+    assert [batch["index"].tolist() for batch in ResumableLoader(loader).start(one.state())] == [
+        [17, 18, 19, 20, 21],
+        [22],
+    ]
 
 
 def test_dealt_out_again_before_anything_was_given_out() -> None:
     position = _known(DataLoader(Plain(23), 5))
     assert position is not None
-    source = DataSource(DataLoader(Plain(23), 3))
+    source = ResumableLoader(DataLoader(Plain(23), 3))
     assert source.deal_again(source.start(position).state(), 1) == {"consumed": 4, "dealt": {"samples": 12, "at": 4}}
 
 
 def test_the_number_of_batches_is_a_multiple() -> None:
-    position = DataSource(DataLoader(Plain(23), 2)).deal_again(KNOWN, 4)
+    position = ResumableLoader(DataLoader(Plain(23), 2)).deal_again(KNOWN, 4)
     assert position == {"consumed": 4, "dealt": {"samples": 12, "at": 4}}
 
 
@@ -213,7 +216,7 @@ def test_a_loader_that_nobody_knows(loader: Any) -> None:
 
 
 def test_a_position_that_does_not_say_how_much_it_is() -> None:
-    assert DataSource(DataLoader(Plain(), 2)).deal_again({"consumed": 3}, 1) is None
+    assert ResumableLoader(DataLoader(Plain(), 2)).deal_again({"consumed": 3}, 1) is None
 
 
 def test_a_stream_with_other_workers() -> None:

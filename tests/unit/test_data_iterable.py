@@ -12,7 +12,7 @@ from data_kit import Counted, Plain, Shards, Unaware, bare, draw, same, through
 from torch.utils.data import DataLoader
 
 import reprieve.data.replay
-from reprieve.data.resumable_loader import DataSource
+from reprieve.data.resumable_loader import ResumableLoader
 from reprieve.rng import capture_rng, restore_rng
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -77,7 +77,7 @@ def test_steps_of_several_batches() -> None:
         lambda: DataLoader(Plain(), batch_size=2, shuffle=True, num_workers=2),
     ):
         loader = make()
-        source = DataSource(loader)
+        source = ResumableLoader(loader)
         one = source.start()
         seen = [next(one) for _ in range(3)]
         one.mark()
@@ -88,7 +88,7 @@ def test_steps_of_several_batches() -> None:
         assert saved[0]["consumed"] == 3
 
         draw()
-        source = DataSource(make())
+        source = ResumableLoader(make())
         source.restore(saved[1])
         again = source.start(saved[0], enter=lambda rng=rng: restore_rng(rng, {}))
         items = [next(again), next(again)]
@@ -143,25 +143,25 @@ def test_other_iterables(make: Callable[[], Any]) -> None:
 def test_a_count_alone_is_a_position() -> None:
     """After a change of the number of ranks nothing else is left."""
     for workers in (0, 2):
-        one = DataSource(DataLoader(Plain(), batch_size=2, num_workers=workers))
+        one = ResumableLoader(DataLoader(Plain(), batch_size=2, num_workers=workers))
         going = one.start({"consumed": 3})
         assert next(going)["index"].tolist() == [6, 7]
         assert next(going)["index"].tolist() == [8, 9]
         one.end_workers()
-    source = DataSource(_make(Unaware, 2)())
+    source = ResumableLoader(_make(Unaware, 2)())
     assert next(source.start({"consumed": 3}))["item"].tolist() == [5, 7]
     source.end_workers()
 
 
 def test_another_number_of_workers(caplog: pytest.LogCaptureFixture) -> None:
-    source = DataSource(DataLoader(Plain(), batch_size=2, num_workers=2))
+    source = ResumableLoader(DataLoader(Plain(), batch_size=2, num_workers=2))
     going = source.start()
     for _ in range(3):
         next(going)
     going.mark()
     saved = going.state()
     source.end_workers()
-    source = DataSource(DataLoader(Plain(), batch_size=2, num_workers=3))
+    source = ResumableLoader(DataLoader(Plain(), batch_size=2, num_workers=3))
     assert next(source.start(saved))["index"].tolist() == [6, 7]
     source.end_workers()
     assert "had 2 DataLoader workers and has 3 now" in caplog.text

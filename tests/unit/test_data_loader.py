@@ -22,7 +22,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from reprieve.data.resumable_loader import DataSource
+from reprieve.data.resumable_loader import ResumableLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -165,7 +165,7 @@ def test_a_step_that_is_given_up(workers: int) -> None:
     """Two batches of it were yielded, and more indices drawn from the loader's generator: all that is drawn again."""
     expected = bare(_make("drawing", "deterministic", workers, False), epochs=1)[0]
     make = _make("drawing", "deterministic", workers, False)
-    source = DataSource(make())
+    source = ResumableLoader(make())
     one = source.start()
     for _ in range(3):
         next(one)
@@ -174,7 +174,7 @@ def test_a_step_that_is_given_up(workers: int) -> None:
         next(one)
     saved = one.state(), source.state()
     source.end_workers()
-    source = DataSource(make())
+    source = ResumableLoader(make())
     source.restore(saved[1])
     rest = [batch["index"] for batch in source.start(saved[0])]
     assert same(rest, [batch["index"] for batch, _ in expected[3:-1]])

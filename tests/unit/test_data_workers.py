@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from reprieve.data import worker_signals
-from reprieve.data.resumable_loader import DataSource
+from reprieve.data.resumable_loader import ResumableLoader
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_workers_of_any_loader_survive_what_stops_a_run(kind: str, context: str,
         loader = Loader(
             Telling(), batch_size=1, num_workers=2, multiprocessing_context=context, persistent_workers=persistent
         )
-        source = DataSource(loader)
+        source = ResumableLoader(loader)
         batches = source.start() if kind == "ours" else iter(loader)
         if kind != "ours":
             workers = batches._workers
@@ -111,7 +111,7 @@ def test_workers_survive_it_while_they_start() -> None:
         from torch.utils.data import DataLoader
         from test_data_workers import Telling
         from reprieve.data import worker_signals
-        from reprieve.data.resumable_loader import DataSource
+        from reprieve.data.resumable_loader import ResumableLoader
         worker_signals.shield([signal.SIGTERM])
         signal.signal(signal.SIGTERM, lambda *_: None)
         over = threading.Event()
@@ -120,7 +120,7 @@ def test_workers_survive_it_while_they_start() -> None:
                 os.killpg(0, signal.SIGTERM)
                 time.sleep(0.001)
         threading.Thread(target=shower, daemon=True).start()
-        source = DataSource(DataLoader(Telling(), batch_size=1, num_workers=2))
+        source = ResumableLoader(DataLoader(Telling(), batch_size=1, num_workers=2))
         assert len(list(source.start())) == 23
         over.set()
         print("done")
@@ -131,7 +131,7 @@ def test_workers_survive_it_while_they_start() -> None:
 @pytest.mark.parametrize("persistent", [False, True])
 def test_stuck_workers_are_ended(persistent: bool, shielded: None) -> None:
     loader = DataLoader(Stuck(), num_workers=2, persistent_workers=persistent, timeout=0.2)
-    source = DataSource(loader)
+    source = ResumableLoader(loader)
     one = source.start()
     with pytest.raises(RuntimeError, match="timed out"):
         next(one)
@@ -144,7 +144,7 @@ def test_stuck_workers_are_ended(persistent: bool, shielded: None) -> None:
 
 
 def test_idle_workers_end_when_asked(shielded: None) -> None:
-    source = DataSource(DataLoader(Plain(), num_workers=2, persistent_workers=True))
+    source = ResumableLoader(DataLoader(Plain(), num_workers=2, persistent_workers=True))
     list(source.start())
     workers = multiprocessing.active_children()
     source.end_workers()
@@ -158,9 +158,9 @@ def test_a_program_ends_though_its_workers_ignore_sigterm(dataset: str) -> None:
         from torch.utils.data import DataLoader
         from test_data_workers import Plain, Stuck
         from reprieve.data import worker_signals
-        from reprieve.data.resumable_loader import DataSource
+        from reprieve.data.resumable_loader import ResumableLoader
         worker_signals.shield([signal.SIGTERM])
-        source = DataSource(DataLoader({dataset}(), num_workers=2, persistent_workers=True))
+        source = ResumableLoader(DataLoader({dataset}(), num_workers=2, persistent_workers=True))
         one = source.start()
         def stop(*_): raise SystemExit(7)
         signal.signal(signal.SIGALRM, stop)
@@ -215,7 +215,7 @@ def test_the_users_init_and_spawned_workers() -> None:
 def test_the_users_loader_stays_as_it_is() -> None:
     loader = DataLoader(Plain(), batch_size=4, shuffle=True, num_workers=2, persistent_workers=True)
     before = dict(vars(loader))
-    source = DataSource(loader)
+    source = ResumableLoader(loader)
     for _ in source.start({"consumed": 1}):
         pass
     source.end_workers()
@@ -224,7 +224,7 @@ def test_the_users_loader_stays_as_it_is() -> None:
 
 def test_what_it_costs() -> None:
     """A mark is a microsecond; loose, because other things run on this machine."""
-    source = DataSource(DataLoader(Augmented(2000), batch_size=2, num_workers=1, collate_fn=RandomCollator()))
+    source = ResumableLoader(DataLoader(Augmented(2000), batch_size=2, num_workers=1, collate_fn=RandomCollator()))
     one = source.start()
     next(one)
     began = time.perf_counter()
@@ -235,7 +235,7 @@ def test_what_it_costs() -> None:
 
 
 def test_a_deterministic_dataset_ships_nothing() -> None:
-    source = DataSource(DataLoader(Plain(), batch_size=4, num_workers=2))
+    source = ResumableLoader(DataLoader(Plain(), batch_size=4, num_workers=2))
     one = source.start()
     for _ in range(3):
         next(one)
@@ -245,7 +245,7 @@ def test_a_deterministic_dataset_ships_nothing() -> None:
 
 
 def test_order_without_order(caplog: pytest.LogCaptureFixture) -> None:
-    DataSource(DataLoader(Plain(), num_workers=2, in_order=False))
+    ResumableLoader(DataLoader(Plain(), num_workers=2, in_order=False))
     assert "in_order=False" in caplog.text
 
 

@@ -15,7 +15,7 @@ from reprieve.checkpoint.buffers.block_pool import BLOCK_BYTES
 from reprieve.checkpoint.format.layout import Deferred, FileLayout, Segment
 from reprieve.checkpoint.format.safetensors_layout import layout_safetensors
 from reprieve.checkpoint.format.torch_layout import layout_torch
-from reprieve.checkpoint.io.partition import FilePart, blocks_needed, divide
+from reprieve.checkpoint.io.partition import FileShare, blocks_needed, partition_files
 from reprieve.checkpoint.save import page_exchange
 from reprieve.storage.disk import PAGE
 
@@ -35,9 +35,9 @@ def saves(draw: st.DrawFn) -> tuple[int, list[Shape]]:
     return world_size, files
 
 
-def divided(files: list[Shape], world_size: int) -> list[list[FilePart]]:
+def divided(files: list[Shape], world_size: int) -> list[list[FileShare]]:
     """By rank and file."""
-    return [divide([file.layout(rank) for file in files], rank, world_size) for rank in range(world_size)]
+    return [partition_files([file.layout(rank) for file in files], rank, world_size) for rank in range(world_size)]
 
 
 @given(saves())
@@ -71,7 +71,7 @@ def test_what_a_writer_does_not_hold_arrives_once(save: tuple[int, list[Shape]])
     sent = [
         [
             (edge.part.layout.name, edge.start, edge.stop, edge.sender, edge.owner)
-            for edge in page_exchange.edges_of(parts)
+            for edge in page_exchange.shared_page_ranges(parts)
         ]
         for parts in by_rank
     ]
@@ -85,14 +85,14 @@ def test_what_a_writer_does_not_hold_arrives_once(save: tuple[int, list[Shape]])
         )
         for one in _needed(part):
             assert not_covered(one.start, one.stop, arriving) == []
-    for edge in page_exchange.edges_of(by_rank[0]):
+    for edge in page_exchange.shared_page_ranges(by_rank[0]):
         holders = edge.segment.holders
         assert holders is not None and edge.sender in holders and edge.owner not in holders
         (piece,) = [one for one in edge.part.pieces if one.start <= edge.start and edge.stop <= one.stop]
         assert piece.owner == edge.owner
 
 
-def _needed(part: FilePart) -> list[Range]:
+def _needed(part: FileShare) -> list[Range]:
     """Bytes whose writer does not hold them."""
     return [
         Range(max(piece.start, segment.offset), min(piece.stop, segment.offset + segment.length))
@@ -149,7 +149,7 @@ def test_blocks_of_memory_are_foreseen(save: tuple[int, list[Shape]]) -> None:
 
 
 def shares(files: list[FileLayout], world_size: int) -> list[int]:
-    parts = divide(files, 0, world_size)
+    parts = partition_files(files, 0, world_size)
     written = [0] * world_size
     for part in parts:
         for piece in part.pieces:
@@ -260,9 +260,9 @@ def files_of(
     return [*model, optimizer]
 
 
-def passed_on(parts: list[FilePart]) -> float:
+def passed_on(parts: list[FileShare]) -> float:
     """The part of all bytes that has to be given to another rank."""
-    bytes_passed = sum(edge.stop - edge.start for edge in page_exchange.edges_of(parts))
+    bytes_passed = sum(edge.stop - edge.start for edge in page_exchange.shared_page_ranges(parts))
     return bytes_passed / sum(part.layout.size for part in parts)
 
 
@@ -274,7 +274,7 @@ def passed_on(parts: list[FilePart]) -> float:
 def test_shards_stay_where_they_are(sizes: dict[str, torch.Size], replicas: int, most: float) -> None:
     with as_rank(0, 8):
         files = files_of(sizes, lambda tensor: spread(tensor, 0, replicas=replicas))
-    parts = divide(files, 0, 8)
+    parts = partition_files(files, 0, 8)
     assert passed_on(parts) < most
     assert excess(shares(files, 8)) < 0.02
     tensors = 3 * len(sizes)
@@ -289,7 +289,7 @@ def test_a_rank_reads_its_shards_back_without_those_of_others(world_size: int) -
         files = files_of(llama(512, 1376, 8, 5003), lambda tensor: spread(tensor, 0))
     for rank in range(world_size):
         needed = read = 0
-        for part in divide(files, 0, world_size):
+        for part in partition_files(files, 0, world_size):
             its = [one for one in part.layout.segments if isinstance(one, Segment) and one.holders == (rank,)]
             number = 0
             needed += sum(segment.length for segment in its)
@@ -306,13 +306,13 @@ def test_shards_of_adapters(rank: int) -> None:
     """The smallest that are worth sharding: a shard is a few pages."""
     with as_rank(0, 8):
         files = files_of(lora(rank), lambda tensor: spread(tensor, 0), torch.float32)
-    assert passed_on(divide(files, 0, 8)) < 0.01
+    assert passed_on(partition_files(files, 0, 8)) < 0.01
 
 
 def test_replicas_of_a_real_model() -> None:
     files = files_of(resnet(), lambda tensor: tensor.contiguous(), torch.float32)
     for world_size in (2, 3, 8):
-        parts = divide(files, 0, world_size)
+        parts = partition_files(files, 0, world_size)
         assert excess(shares(files, world_size)) < 0.001
         assert passed_on(parts) == 0
         assert sum(len(part.pieces) for part in parts) < 20 + 4 * world_size + 300 / 16
@@ -323,7 +323,7 @@ def test_ten_thousand_tensors() -> None:
     record = [[(200_000 + 64 * rank, (rank,)) for rank in range(8)] for _ in range(10_000)]
     files = [Shape("file", record, zipped=True).layout(0)]
     started = time.process_time()
-    parts = divide(files, 0, 8)
+    parts = partition_files(files, 0, 8)
     to_divide = time.process_time() - started
     started = time.process_time()
     page_exchange.senders(parts, 0)

@@ -13,15 +13,15 @@ from reprieve.checkpoint.state.fingerprint import fingerprints, parts_of
 from reprieve.checkpoint.state.state import State
 from reprieve.cli import COMMANDS, execute
 from reprieve.launch.drill import _TIMED_OUT, Report, _compare, _judge, _not_started
-from reprieve.launch.rank_reports import RankSeen, Seen
-from reprieve.launch.runs.outcome import Ended
+from reprieve.launch.rank_reports import JobStatus, RankStatus
+from reprieve.launch.runs.outcome import AttemptResult
 from reprieve.storage.uri import DRILL, for_run, original_path
 
 
-def seen(*ranks: dict[str, str], stopped: bool) -> Seen:
-    found = Seen()
+def seen(*ranks: dict[str, str], stopped: bool) -> JobStatus:
+    found = JobStatus()
     for number, parts in enumerate(ranks):
-        found.ranks[number] = RankSeen(number, stopped={"fingerprints": parts} if stopped else None)
+        found.ranks[number] = RankStatus(number, stopped={"fingerprints": parts} if stopped else None)
         found.ranks[number].fingerprints = {} if stopped else parts
     return found
 
@@ -86,7 +86,7 @@ def test_advice_on_what_differs() -> None:
     ],
 )
 def test_why_a_job_did_not_come_to_its_training(code: int, stop: str | None, words: str) -> None:
-    assert words in str(_not_started(Seen(), Ended(code=code, seen=Seen(), stop=stop)))
+    assert words in str(_not_started(JobStatus(), AttemptResult(code=code, seen=JobStatus(), stop=stop)))
 
 
 def test_a_folder_in_a_drill_and_back(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from reprieve.adapters.transformers.all_trainers import protect_all
 from reprieve.launch.import_hook.finder import HOOK, add_to, install
-from reprieve.launch.rank_reports import Listener, Seen
+from reprieve.launch.rank_reports import JobStatus, Listener
 from reprieve.progress import report
 
 SMALL = """
@@ -117,7 +117,7 @@ def test_an_import_of_torch_is_told(env: dict[str, str], listener: Listener) -> 
     python("import torch", env)
     told = listener.read()
     assert [one["event"] for one in told] == [report.TORCH]
-    seen = Seen()
+    seen = JobStatus()
     seen.take(told[0])
     assert seen.torch
     assert not seen.ranks
@@ -139,7 +139,7 @@ def test_a_script_that_may_protect_itself_later_is_told(
 @pytest.mark.parametrize("code", ["import reprieve; reprieve.Run", "from reprieve import Checkpointer"])
 def test_the_loop_api_is_told(env: dict[str, str], listener: Listener, code: str) -> None:
     python(code, env)
-    seen = Seen()
+    seen = JobStatus()
     for one in listener.read():
         seen.take(one)
     assert seen.protected
@@ -193,7 +193,8 @@ def test_to_look_whether_a_module_is_there_is_not_to_import_it(env: dict[str, st
 
 
 def test_a_module_that_is_not_there_is_not_found(env: dict[str, str]) -> None:
-    code = "from reprieve.launch.import_hook.finder import install; install({'not_there': 'notes:called'})\ntry: import not_there\n"
+    code = "from reprieve.launch.import_hook.finder import install; install({'not_there': 'notes:called'})\n"
+    code += "try: import not_there\n"
     assert python(code + "except ModuleNotFoundError as error: print(error.name)", env) == ["not_there"]
 
 

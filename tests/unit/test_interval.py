@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import FakeClock
 
-from reprieve.checkpoint.auto_interval import FIRST, INTERRUPTIONS, Auto, best_interval
+from reprieve.checkpoint.auto_interval import FIRST, INTERRUPTIONS, AutoInterval, best_interval
 from reprieve.checkpoint.schedule import Schedule
 
 DAY_S = 86400.0
@@ -99,7 +99,7 @@ def test_it_follows_the_interruptions_that_the_launcher_knows(
 
 @pytest.mark.parametrize("text", GARBAGE)
 def test_what_is_not_understood_is_as_nothing(text: str) -> None:
-    assert Auto.of_environment({INTERRUPTIONS: text}) == Auto()
+    assert AutoInterval.of_environment({INTERRUPTIONS: text}) == AutoInterval()
 
 
 def test_between_a_second_and_an_hour(clock: FakeClock) -> None:
@@ -114,7 +114,7 @@ def lost_with_auto(times: np.ndarray, cost_s: float) -> float:
     """Each start knows how often the run was interrupted before, and nothing of what a save costs."""
     trained = kept = 0.0
     for count, until in enumerate(times.tolist()):
-        auto, at = Auto.of_environment({INTERRUPTIONS: f"{count}/{trained:.0f}"}), 0.0
+        auto, at = AutoInterval.of_environment({INTERRUPTIONS: f"{count}/{trained:.0f}"}), 0.0
         while at + (work := auto.interval(at).total_seconds()) + cost_s <= until:
             at += work + cost_s
             kept += work

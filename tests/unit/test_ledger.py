@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reprieve.launch.runs.goodput import FIRST_START, RUNNING, Attempt, Spent, losses, spent
+from reprieve.launch.runs.goodput import FIRST_START, RUNNING, AttemptRecord, TimeSpent, losses, time_spent
 from reprieve.launch.runs.outcome import FAILED, FINISHED, HUNG, PAUSED, PREEMPTED
 from reprieve.launch.runs.run_record import LOST
 
@@ -18,11 +18,11 @@ moments = st.floats(START, START + 1e6)
 
 
 @st.composite
-def runs_in_order(draw: st.DrawFn) -> tuple[list[Attempt], float]:
+def runs_in_order(draw: st.DrawFn) -> tuple[list[AttemptRecord], float]:
     """Attempts one after another, as one clock shows them; any of them may have lost its launcher."""
     now, attempts = START, []
     for _ in range(draw(st.integers(0, 6))):
-        one = Attempt(now)
+        one = AttemptRecord(now)
         now += draw(durations)
         if draw(st.booleans()):
             one.training = now
@@ -39,115 +39,115 @@ def runs_in_order(draw: st.DrawFn) -> tuple[list[Attempt], float]:
 
 
 @st.composite
-def runs_in_any_order(draw: st.DrawFn) -> tuple[list[Attempt], float]:
+def runs_in_any_order(draw: st.DrawFn) -> tuple[list[AttemptRecord], float]:
     """Clocks of several processes, some of them set while the run went on."""
     attempts = []
     for _ in range(draw(st.integers(1, 5))):
-        one = Attempt(draw(moments), training=draw(st.none() | moments), kept_until=draw(st.none() | moments))
+        one = AttemptRecord(draw(moments), training=draw(st.none() | moments), kept_until=draw(st.none() | moments))
         if draw(st.integers(0, 4)):
             one.end(draw(moments), draw(st.sampled_from(CAUSES)))
         attempts.append(one)
     return attempts, draw(moments)
 
 
-def assert_adds_up(found: Spent) -> None:
+def assert_adds_up(found: TimeSpent) -> None:
     assert found.trained + sum(found.lost.values()) == pytest.approx(found.wall, abs=1e-6)
     assert min(found.wall, found.trained, *found.lost.values()) >= 0
     assert 0 <= found.goodput <= 1
 
 
 @given(runs_in_order())
-def test_it_adds_up(run: tuple[list[Attempt], float]) -> None:
+def test_it_adds_up(run: tuple[list[AttemptRecord], float]) -> None:
     attempts, now = run
-    assert_adds_up(spent(attempts, now))
+    assert_adds_up(time_spent(attempts, now))
     assert losses(attempts, CAUSES, now)[1] >= 0
 
 
 @given(runs_in_any_order())
-def test_it_adds_up_when_clocks_are_set(run: tuple[list[Attempt], float]) -> None:
+def test_it_adds_up_when_clocks_are_set(run: tuple[list[AttemptRecord], float]) -> None:
     attempts, now = run
-    assert_adds_up(spent(attempts, now))
+    assert_adds_up(time_spent(attempts, now))
     assert losses(attempts, CAUSES, now)[1] >= 0
 
 
 def test_no_attempt_yet() -> None:
-    assert spent([], START) == Spent(0.0, 0.0, {})
-    assert spent([], START).goodput == 0.0
+    assert time_spent([], START) == TimeSpent(0.0, 0.0, {})
+    assert time_spent([], START).goodput == 0.0
 
 
 def test_an_undisturbed_run_lost_its_first_start_alone() -> None:
-    one = Attempt(START, training=START + 10, kept_until=START + 100)
+    one = AttemptRecord(START, training=START + 10, kept_until=START + 100)
     one.end(START + 100, FINISHED)
-    found = spent([one], START + 5000)
-    assert found == Spent(100.0, 90.0, {FIRST_START: 10.0}), "what comes after the end is no part of the run"
+    found = time_spent([one], START + 5000)
+    assert found == TimeSpent(100.0, 90.0, {FIRST_START: 10.0}), "what comes after the end is no part of the run"
     assert found.goodput == 0.9
     assert found.as_dict() == {"wall": 100.0, "trained": 90.0, "lost": {FIRST_START: 10.0}, "goodput": 0.9}
 
 
 def test_a_preemption_takes_its_save_the_time_down_and_the_next_start() -> None:
-    first = Attempt(START, training=START + 10, kept_until=START + 100)
+    first = AttemptRecord(START, training=START + 10, kept_until=START + 100)
     first.end(START + 103, PREEMPTED)
-    second = Attempt(START + 200, training=START + 212, kept_until=START + 300)
+    second = AttemptRecord(START + 200, training=START + 212, kept_until=START + 300)
     second.end(START + 300, FINISHED)
-    found = spent([first, second], START + 300)
-    assert found == Spent(300.0, 90.0 + 88.0, {FIRST_START: 10.0, PREEMPTED: 3.0 + 97.0 + 12.0})
+    found = time_spent([first, second], START + 300)
+    assert found == TimeSpent(300.0, 90.0 + 88.0, {FIRST_START: 10.0, PREEMPTED: 3.0 + 97.0 + 12.0})
 
 
 def test_a_failure_takes_what_has_to_be_done_again() -> None:
-    first = Attempt(START, training=START + 10)
+    first = AttemptRecord(START, training=START + 10)
     first.kept_until = START + 60
     first.end(START + 100, FAILED)
-    second = Attempt(START + 101, training=START + 111, kept_until=START + 151)
+    second = AttemptRecord(START + 101, training=START + 111, kept_until=START + 151)
     second.end(START + 151, FINISHED)
-    found = spent([first, second], START + 151)
-    assert found == Spent(151.0, 50.0 + 40.0, {FIRST_START: 10.0, FAILED: 40.0 + 1.0 + 10.0})
+    found = time_spent([first, second], START + 151)
+    assert found == TimeSpent(151.0, 50.0 + 40.0, {FIRST_START: 10.0, FAILED: 40.0 + 1.0 + 10.0})
     assert losses([first, second], (FAILED, HUNG), START + 151) == (1, 90.0 + 40.0)
 
 
 def test_without_a_checkpoint_a_failure_takes_everything() -> None:
-    one = Attempt(START, training=START + 10)
+    one = AttemptRecord(START, training=START + 10)
     one.end(START + 100, FAILED)
-    assert spent([one], START + 120) == Spent(120.0, 0.0, {FIRST_START: 10.0, FAILED: 110.0})
+    assert time_spent([one], START + 120) == TimeSpent(120.0, 0.0, {FIRST_START: 10.0, FAILED: 110.0})
 
 
 def test_an_attempt_that_never_trained_belongs_to_what_came_before_it() -> None:
-    first = Attempt(START, training=START + 10, kept_until=START + 50)
+    first = AttemptRecord(START, training=START + 10, kept_until=START + 50)
     first.end(START + 50, PREEMPTED)
-    second = Attempt(START + 60)
+    second = AttemptRecord(START + 60)
     second.end(START + 65, FAILED)
-    found = spent([first, second], START + 70)
-    assert found == Spent(70.0, 40.0, {FIRST_START: 10.0, PREEMPTED: 10.0 + 5.0, FAILED: 5.0})
+    found = time_spent([first, second], START + 70)
+    assert found == TimeSpent(70.0, 40.0, {FIRST_START: 10.0, PREEMPTED: 10.0 + 5.0, FAILED: 5.0})
 
 
 def test_a_pause_lasts_until_somebody_looks() -> None:
-    one = Attempt(START, training=START + 10, kept_until=START + 50)
+    one = AttemptRecord(START, training=START + 10, kept_until=START + 50)
     one.end(START + 51, PAUSED)
-    assert spent([one], START + 1051).lost == {FIRST_START: 10.0, PAUSED: 1001.0}
+    assert time_spent([one], START + 1051).lost == {FIRST_START: 10.0, PAUSED: 1001.0}
     assert losses([one], (FAILED, HUNG, LOST), START + 1051) == (0, 41.0)
 
 
 def test_while_it_runs_all_counts_as_trained() -> None:
-    one = Attempt(START, training=START + 10)
+    one = AttemptRecord(START, training=START + 10)
     one.kept_until = START + 20
-    assert spent([one], START + 100) == Spent(100.0, 90.0, {FIRST_START: 10.0})
+    assert time_spent([one], START + 100) == TimeSpent(100.0, 90.0, {FIRST_START: 10.0})
     assert losses([one], (RUNNING,), START + 100) == (1, 90.0)
 
 
 def test_before_the_first_step_nothing_is_trained() -> None:
-    assert spent([Attempt(START)], START + 7) == Spent(7.0, 0.0, {FIRST_START: 7.0})
+    assert time_spent([AttemptRecord(START)], START + 7) == TimeSpent(7.0, 0.0, {FIRST_START: 7.0})
 
 
 def test_a_launcher_that_was_killed_kept_what_was_saved() -> None:
     """Its last record says when it was last seen; the next launcher writes that down as the end."""
-    first = Attempt(START, training=START + 10)
+    first = AttemptRecord(START, training=START + 10)
     first.kept_until = START + 80
     first.end(START + 90, LOST)
-    second = Attempt(START + 200, training=START + 210)
-    found = spent([first, second], START + 300)
-    assert found == Spent(300.0, 70.0 + 90.0, {FIRST_START: 10.0, LOST: 10.0 + 110.0 + 10.0})
+    second = AttemptRecord(START + 200, training=START + 210)
+    found = time_spent([first, second], START + 300)
+    assert found == TimeSpent(300.0, 70.0 + 90.0, {FIRST_START: 10.0, LOST: 10.0 + 110.0 + 10.0})
 
 
 def test_times_that_contradict_each_other_are_put_in_order() -> None:
-    one = Attempt(START, training=START - 5, kept_until=START + 500)
+    one = AttemptRecord(START, training=START - 5, kept_until=START + 500)
     one.end(START + 100, PREEMPTED)
-    assert spent([one], START + 100) == Spent(100.0, 100.0, {})
+    assert time_spent([one], START + 100) == TimeSpent(100.0, 100.0, {})

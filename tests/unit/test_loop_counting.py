@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler, TensorDataset
 
 import reprieve
-from reprieve.adapters.loop.sample_counter import Counting, Sizes, sizes
+from reprieve.adapters.loop.sample_counter import BatchSizes, SampleCounter, sizes
 
 TEN = TensorDataset(torch.zeros(10, 2))
 
@@ -55,11 +55,11 @@ class Prepared:
 
 @pytest.mark.parametrize(("total", "size"), [(8, 4), (None, 0)])
 def test_a_loader_of_accelerate_says_it_of_all_ranks(total: Any, size: int) -> None:
-    assert sizes(Prepared(total), 2) == Sizes(size)
+    assert sizes(Prepared(total), 2) == BatchSizes(size)
 
 
 def test_what_the_loop_says_counts() -> None:
-    counting = Counting()
+    counting = SampleCounter()
     counting.ranks = 2
     counting.pending = 4
     counting.step(None, None)
@@ -72,7 +72,7 @@ def test_what_the_loop_says_counts() -> None:
 
 def test_what_is_no_count() -> None:
     with pytest.raises(reprieve.ConfigError, match="tokens is float and not a whole number"):
-        Counting().step(None, 1.5)  # type: ignore[arg-type]
+        SampleCounter().step(None, 1.5)  # type: ignore[arg-type]
 
 
 def test_a_run_counts_completed_steps(tmp_path: Path) -> None:

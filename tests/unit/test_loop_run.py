@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import reprieve
-from reprieve.checkpoint.folder.catalog import survey
+from reprieve.checkpoint.folder.catalog import list_checkpoints
 
 
 def make(folder: Path, **options: Any) -> reprieve.Run:
@@ -24,7 +24,7 @@ def make(folder: Path, **options: Any) -> reprieve.Run:
 
 
 def steps_of(folder: Path) -> list[int]:
-    return [found.step for found in survey(folder)]
+    return [found.step for found in list_checkpoints(folder)]
 
 
 def test_a_cell_of_a_notebook_that_runs_twice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -81,7 +81,7 @@ def test_numbers_are_kept_with_the_checkpoint(tmp_path: Path) -> None:
         for batch in run.batches([1, 2, 3, 4]):
             run.step(loss=torch.tensor(float(batch), requires_grad=True) * 2, rate=0.5)
         run.log(accuracy=1)
-    found = {one.step: one.manifest.metrics for one in survey(tmp_path) if one.manifest is not None}
+    found = {one.step: one.manifest.metrics for one in list_checkpoints(tmp_path) if one.manifest is not None}
     assert found == {2: {"loss": 4.0, "rate": 0.5}, 4: {"loss": 8.0, "rate": 0.5}}
 
 

@@ -19,7 +19,7 @@ import pytest
 from metadata_servers import AwsServer, AzureServer, GcpServer, LocalServer, Oddity, soon, watching
 
 from reprieve.errors import ConfigError
-from reprieve.preemption.notices import Notice, NoticeWatcher, clouds
+from reprieve.preemption.notices import Notice, NoticePoller, detect_clouds
 from reprieve.preemption.notices.aws import Aws
 from reprieve.preemption.notices.azure import Azure
 from reprieve.preemption.notices.gcp import Gcp
@@ -157,7 +157,7 @@ def test_what_the_listener_raises_does_not_end_the_watcher(aws: AwsServer, caplo
         raise RuntimeError("not now")
 
     aws.rebalance = {"noticeTime": "2026-09-18T08:20:00Z"}
-    watcher = NoticeWatcher(made(Aws, aws), listener)
+    watcher = NoticePoller(made(Aws, aws), listener)
     watcher.start()
     heard.get(timeout=5)
     aws.notify()
@@ -218,7 +218,7 @@ def test_close_returns_at_once_while_a_request_hangs(
     with server_type() as server:
         server.odd = servers.hang
         heard: SimpleQueue[Notice] = SimpleQueue()
-        watcher = NoticeWatcher(made(cloud_type, server), heard.put)
+        watcher = NoticePoller(made(cloud_type, server), heard.put)
         watcher.start()
         server.wait_for_requests(1)
         begun = time.monotonic()
@@ -243,10 +243,10 @@ def test_a_notice_that_comes_after_close_is_not_told() -> None:
 PROGRAM = """
 import sys
 from datetime import timedelta
-from reprieve.preemption.notices import NoticeWatcher
+from reprieve.preemption.notices import NoticePoller
 from reprieve.preemption.notices.aws import Aws
 
-NoticeWatcher(Aws(sys.argv[1], limit=timedelta(minutes=1)), print).start()
+NoticePoller(Aws(sys.argv[1], limit=timedelta(minutes=1)), print).start()
 input()
 assert "torch" not in sys.modules
 """
@@ -290,8 +290,8 @@ def test_by_default_the_cloud_that_this_machine_says_it_is_in(
 ) -> None:
     for name, text in strings.items():
         (tmp_path / name).write_text(f"{text}\n")
-    assert [type(cloud) for cloud in clouds(dmi=tmp_path, env={})] == expected
-    assert clouds(dmi=tmp_path / "missing", env={}) == []
+    assert [type(cloud) for cloud in detect_clouds(dmi=tmp_path, env={})] == expected
+    assert detect_clouds(dmi=tmp_path / "missing", env={}) == []
 
 
 @pytest.mark.parametrize(
@@ -308,21 +308,21 @@ def test_by_default_the_cloud_that_this_machine_says_it_is_in(
     ],
 )
 def test_clouds_by_name(choice: Any, expected: list[type]) -> None:
-    assert [type(cloud) for cloud in clouds(choice, env={})] == expected
+    assert [type(cloud) for cloud in detect_clouds(choice, env={})] == expected
 
 
 @pytest.mark.parametrize("choice", ["amazon", "", ["aws", "ibm"], ["off", "aws"], ["auto", "aws"]])
 def test_a_name_that_is_not_a_clouds(choice: Any) -> None:
     with pytest.raises(ConfigError, match=r"'auto', 'off', or one or more of 'aws', 'azure', 'gcp'"):
-        clouds(choice, env={})
+        detect_clouds(choice, env={})
 
 
 def test_another_address_from_the_environment(aws: AwsServer) -> None:
     aws.notify()
-    (cloud,) = clouds("aws", env={"REPRIEVE_METADATA_URL": aws.url})
+    (cloud,) = detect_clouds("aws", env={"REPRIEVE_METADATA_URL": aws.url})
     assert cloud.poll() is not None
     with pytest.raises(ConfigError, match=r"REPRIEVE_METADATA_URL: 'http://example\.com'"):
-        clouds("aws", env={"REPRIEVE_METADATA_URL": "http://example.com"})
+        detect_clouds("aws", env={"REPRIEVE_METADATA_URL": "http://example.com"})
 
 
 @pytest.mark.parametrize(

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from reprieve.launch.rank_reports import Seen
+from reprieve.launch.rank_reports import JobStatus
 from reprieve.launch.runs.next_start import NextStart
 from reprieve.launch.runs.outcome import (
     FAILED,
     FINISHED,
     HUNG,
-    NEEDS_A_PERSON,
     NOT_FINISHED,
     PAUSED,
+    PERMANENT_FAILURE,
     PREEMPTED,
     STOPPED,
-    Ended,
+    AttemptResult,
     Outcome,
     outcome,
 )  # fmt: skip
@@ -30,8 +30,8 @@ def told(event: str, rank: int = 0, **facts: Any) -> dict[str, Any]:
     return {"event": event, "pid": 100 + rank, "at": 50.0, "rank": rank, "world_size": 2, **facts}
 
 
-def seen(*reports: dict[str, Any]) -> Seen:
-    found = Seen()
+def seen(*reports: dict[str, Any]) -> JobStatus:
+    found = JobStatus()
     for one in reports:
         found.take(one)
     return found
@@ -60,25 +60,25 @@ def stopped(step: int, *, was_saved: bool) -> dict[str, Any]:
 
 
 def test_finished() -> None:
-    found = outcome(Ended(code=0, seen=seen(STARTED, STEP_9, FINISHED_10)))
+    found = outcome(AttemptResult(code=0, seen=seen(STARTED, STEP_9, FINISHED_10)))
     assert found == Outcome(FINISHED, 0, "finished after 10 steps")
 
 
 def test_finished_before_it_was_started_again() -> None:
     already = told(report.STARTED, checkpoints="/c", resumed=10, finished=True)
-    assert outcome(Ended(code=0, seen=seen(already))) == Outcome(FINISHED, 0, "finished after 10 steps")
+    assert outcome(AttemptResult(code=0, seen=seen(already))) == Outcome(FINISHED, 0, "finished after 10 steps")
 
 
 def test_a_command_that_told_nothing_is_believed() -> None:
-    assert outcome(Ended(code=0, seen=seen())) == Outcome(FINISHED, 0, "finished")
+    assert outcome(AttemptResult(code=0, seen=seen())) == Outcome(FINISHED, 0, "finished")
 
 
 def test_a_script_that_only_imports_torch_is_believed() -> None:
-    assert outcome(Ended(code=0, seen=seen(TORCH))) == Outcome(FINISHED, 0, "finished")
+    assert outcome(AttemptResult(code=0, seen=seen(TORCH))) == Outcome(FINISHED, 0, "finished")
 
 
 def test_a_run_is_finished_when_its_ranks_are_whoever_else_imports_torch() -> None:
-    found = outcome(Ended(code=0, seen=seen(TORCH, STARTED, STEP_9, TORCH, FINISHED_10)))
+    found = outcome(AttemptResult(code=0, seen=seen(TORCH, STARTED, STEP_9, TORCH, FINISHED_10)))
     assert found == Outcome(FINISHED, 0, "finished after 10 steps")
 
 
@@ -88,21 +88,21 @@ def test_a_run_is_finished_when_its_ranks_are_whoever_else_imports_torch() -> No
     ids=["the only rank", "one rank of two"],
 )
 def test_a_script_that_ends_in_the_middle_has_not_finished(reports: tuple[dict[str, Any], ...]) -> None:
-    found = outcome(Ended(code=0, seen=seen(*reports)))
+    found = outcome(AttemptResult(code=0, seen=seen(*reports)))
     assert (found.state, found.code, found.again) == (FAILED, NOT_FINISHED, False)
     assert "not finished" in found.words
     assert "run.finish()" in found.words
 
 
-@pytest.mark.parametrize("code", [0, 1, NEEDS_A_PERSON, -signal.SIGKILL])
+@pytest.mark.parametrize("code", [0, 1, PERMANENT_FAILURE, -signal.SIGKILL])
 def test_what_a_rank_refused_needs_a_person_whatever_the_exit_code(code: int) -> None:
-    found = outcome(Ended(code=code, seen=seen(told(report.STARTING, checkpoints="/c"), REFUSED)))
-    assert found == Outcome(FAILED, NEEDS_A_PERSON, "it needs a person: StateMismatch: another model")
+    found = outcome(AttemptResult(code=code, seen=seen(told(report.STARTING, checkpoints="/c"), REFUSED)))
+    assert found == Outcome(FAILED, PERMANENT_FAILURE, "it needs a person: StateMismatch: another model")
 
 
 def test_42_needs_a_person_though_nobody_said_why() -> None:
-    found = outcome(Ended(code=NEEDS_A_PERSON, seen=seen(STARTED)))
-    assert (found.state, found.code, found.again) == (FAILED, NEEDS_A_PERSON, False)
+    found = outcome(AttemptResult(code=PERMANENT_FAILURE, seen=seen(STARTED)))
+    assert (found.state, found.code, found.again) == (FAILED, PERMANENT_FAILURE, False)
 
 
 @pytest.mark.parametrize(
@@ -120,21 +120,21 @@ def test_42_needs_a_person_though_nobody_said_why() -> None:
 def test_a_failure_has_the_codes_of_a_shell(
     code: int, reports: tuple[dict[str, Any], ...], exit_code: int, words: str
 ) -> None:
-    assert outcome(Ended(code=code, seen=seen(*reports))) == Outcome(FAILED, exit_code, words, again=True)
+    assert outcome(AttemptResult(code=code, seen=seen(*reports))) == Outcome(FAILED, exit_code, words, again=True)
 
 
 @pytest.mark.parametrize("code", [-signal.SIGTERM, 143, 256 - signal.SIGTERM])
 def test_a_command_that_sigterm_ended_was_stopped(code: int) -> None:
     """Though the launcher got no signal: somebody sent it to the command. The codes of a parent, a shell, DeepSpeed."""
-    found = outcome(Ended(code=code, seen=seen(STARTED, saved(5), STEP_9)))
+    found = outcome(AttemptResult(code=code, seen=seen(STARTED, saved(5), STEP_9)))
     assert (found.state, found.code, found.again) == (PREEMPTED, STOPPED, False)
     assert found.words.startswith("stopped by SIGTERM: step 9 is NOT SAVED")
-    assert outcome(Ended(code=code, seen=seen(STARTED, REFUSED))).code == NEEDS_A_PERSON
-    assert outcome(Ended(code=code, seen=seen(STARTED), hung_s=600)).state == HUNG
+    assert outcome(AttemptResult(code=code, seen=seen(STARTED, REFUSED))).code == PERMANENT_FAILURE
+    assert outcome(AttemptResult(code=code, seen=seen(STARTED), hung_s=600)).state == HUNG
 
 
 def test_a_job_that_hung_is_tried_again() -> None:
-    found = outcome(Ended(code=-signal.SIGKILL, seen=seen(STARTED, STEP_9), hung_s=600.4, killed=True))
+    found = outcome(AttemptResult(code=-signal.SIGKILL, seen=seen(STARTED, STEP_9), hung_s=600.4, killed=True))
     assert found == Outcome(HUNG, 137, "no step in 600 s: it hung after step 9, and was ended", again=True)
 
 
@@ -164,8 +164,8 @@ def test_a_job_that_hung_is_tried_again() -> None:
 )
 @pytest.mark.parametrize("paused", [False, True])
 def test_a_stop_is_a_stop_and_says_what_is_saved(reports: tuple[dict[str, Any], ...], words: str, paused: bool) -> None:
-    for code in (0, 1, 143, NEEDS_A_PERSON, -signal.SIGTERM):
-        found = outcome(Ended(code=code, seen=seen(*reports), stop="SIGTERM", paused=paused))
+    for code in (0, 1, 143, PERMANENT_FAILURE, -signal.SIGTERM):
+        found = outcome(AttemptResult(code=code, seen=seen(*reports), stop="SIGTERM", paused=paused))
         assert (found.state, found.code, found.again) == (PAUSED if paused else PREEMPTED, STOPPED, False)
         assert words in found.words
         assert found.words.startswith("stopped by SIGTERM")
@@ -175,7 +175,7 @@ def test_a_stop_is_a_stop_and_says_what_is_saved(reports: tuple[dict[str, Any], 
 @pytest.mark.parametrize("reports", [(), (TORCH,), (PROTECTED,), (STARTED,)])
 def test_a_stop_before_the_first_step_names_the_checkpoint_that_is_there(reports: tuple[dict[str, Any], ...]) -> None:
     found = outcome(
-        Ended(code=1, seen=seen(*reports), stop="SIGTERM", next_start=NextStart("out", "checkpoint-30", 30))
+        AttemptResult(code=1, seen=seen(*reports), stop="SIGTERM", next_start=NextStart("out", "checkpoint-30", 30))
     )
     assert found.words == (
         "stopped by SIGTERM before it trained a step: there was nothing to save. "
@@ -184,17 +184,19 @@ def test_a_stop_before_the_first_step_names_the_checkpoint_that_is_there(reports
 
 
 def test_a_stop_before_the_first_step_says_that_there_is_no_checkpoint() -> None:
-    found = outcome(Ended(code=1, seen=seen(PROTECTED), stop="SIGTERM", next_start=NextStart("out")))
+    found = outcome(AttemptResult(code=1, seen=seen(PROTECTED), stop="SIGTERM", next_start=NextStart("out")))
     assert found.words.endswith("There is no checkpoint in out: the next start begins at step 0")
 
 
 def test_a_stop_that_took_too_long_says_so() -> None:
-    found = outcome(Ended(code=-signal.SIGKILL, seen=seen(STARTED, saved(5), STEP_9), stop="SIGHUP", killed=True))
+    found = outcome(
+        AttemptResult(code=-signal.SIGKILL, seen=seen(STARTED, saved(5), STEP_9), stop="SIGHUP", killed=True)
+    )
     assert (found.state, found.code) == (PREEMPTED, STOPPED)
     assert found.words.startswith("stopped by SIGHUP: step 9 is NOT SAVED")
     assert found.words.endswith("It did not end in time, and was killed")
 
 
 def test_a_stop_comes_before_all_other_causes() -> None:
-    found = outcome(Ended(code=1, seen=seen(STARTED, REFUSED), stop="SIGTERM", hung_s=600))
+    found = outcome(AttemptResult(code=1, seen=seen(STARTED, REFUSED), stop="SIGTERM", hung_s=600))
     assert (found.state, found.code) == (PREEMPTED, STOPPED)

@@ -21,8 +21,8 @@ from helpers import FakeClock, manifest, pool, small_model
 
 from reprieve import Checkpointer, Fenced, FolderInUse
 from reprieve.checkpoint.folder import commit, lease, paths
-from reprieve.checkpoint.folder.catalog import survey
-from reprieve.checkpoint.folder.lease import Owner, OwnerRecord, acquire, read_record
+from reprieve.checkpoint.folder.catalog import list_checkpoints
+from reprieve.checkpoint.folder.lease import FolderLease, LeaseRecord, acquire, read_record
 from reprieve.checkpoint.folder.verify import verify
 from reprieve.checkpoint.format.manifest import SENTINEL
 from reprieve.storage.disk import Disk, OpenFile
@@ -30,13 +30,15 @@ from reprieve.storage.disk import Disk, OpenFile
 MINUTE = timedelta(minutes=1)
 
 
-def take(root: Path, run: str | None = None, *, clock: FakeClock | None = None, wait: timedelta = MINUTE) -> Owner:
+def take(
+    root: Path, run: str | None = None, *, clock: FakeClock | None = None, wait: timedelta = MINUTE
+) -> FolderLease:
     return acquire(Disk(), root, run, wait=wait, clock=clock or FakeClock())
 
 
 def leave_record(root: Path, **changes: Any) -> None:
     """As an attempt on another machine would have left it."""
-    record = OwnerRecord(run="r", attempt=4, host="elsewhere", boot="another", pid=1, started=0.0)
+    record = LeaseRecord(run="r", attempt=4, host="elsewhere", boot="another", pid=1, started=0.0)
     (root / ".reprieve").mkdir()
     (root / ".reprieve/owner.json").write_text(json.dumps({**asdict(record), **changes}))
 
@@ -192,7 +194,7 @@ def test_two_that_start_in_an_empty_folder_at_the_same_moment(tmp_path: Path) ->
             assert self.go.wait(10)
             super().write_file(path, data, **how)
 
-    taken: list[Owner | BaseException] = []
+    taken: list[FolderLease | BaseException] = []
 
     def start(disk: Disk) -> None:
         try:
@@ -208,7 +210,7 @@ def test_two_that_start_in_an_empty_folder_at_the_same_moment(tmp_path: Path) ->
     Waits.go.set()
     for thread in threads:
         thread.join()
-    owners = [one for one in taken if isinstance(one, Owner)]
+    owners = [one for one in taken if isinstance(one, FolderLease)]
     fit = 0
     for one in owners:
         try:
@@ -244,9 +246,9 @@ def test_an_old_attempt_cannot_commit_after_a_newer_one_took_over(tmp_path: Path
     new = Checkpointer(tmp_path, run="r", model=small_model(), take_over_after="1ms")
     with pytest.raises(Fenced, match="attempt 2"):
         old.save(2)
-    assert [one.step for one in survey(tmp_path)] == [1]
+    assert [one.step for one in list_checkpoints(tmp_path)] == [1]
     new.save(2)
-    assert [one.manifest.attempt for one in survey(tmp_path)] == [2, 1]
+    assert [one.manifest.attempt for one in list_checkpoints(tmp_path)] == [2, 1]
     old.close()
     new.close()
 
@@ -265,7 +267,7 @@ def test_an_old_attempt_that_wakes_up_in_the_middle_of_a_save(tmp_path: Path) ->
     old = Checkpointer(tmp_path, run="r", model=small_model(), disk=Sleeps())
     with pytest.raises(Fenced):
         old.save(1)
-    assert survey(tmp_path) == []
+    assert list_checkpoints(tmp_path) == []
     taken[0].save(1)
     verify(tmp_path / "checkpoint-1", pool)
     old.close()

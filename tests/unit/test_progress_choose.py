@@ -11,7 +11,7 @@ from progress_kit import until
 
 from reprieve.progress.publisher import Publisher
 from reprieve.progress.sinks import terminal_bar
-from reprieve.progress.sinks.factory import choose
+from reprieve.progress.sinks.factory import make_sinks
 from reprieve.progress.tracker import Tracker
 from reprieve.settings import resolve
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("patient")
 
 
 def names(env: dict[str, str], given: dict[str, Any] | None = None) -> list[str]:
-    return [one.name for one in choose(resolve(given or {}, env), {**NO_LOG, **env})]
+    return [one.name for one in make_sinks(resolve(given or {}, env), {**NO_LOG, **env})]
 
 
 def test_nothing_is_told_where_nobody_asked() -> None:
@@ -69,7 +69,7 @@ def test_a_bar_is_drawn_where_one_is_wanted_and_can_be(monkeypatch: pytest.Monke
     from rich.console import Console
 
     def found(wanted: bool) -> list[str]:
-        return [one.name for one in choose(resolve({}, {}), NO_LOG, bar=wanted)]
+        return [one.name for one in make_sinks(resolve({}, {}), NO_LOG, bar=wanted)]
 
     monkeypatch.setattr(terminal_bar, "terminal", lambda: None)
     assert found(True) == []

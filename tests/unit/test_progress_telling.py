@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import reprieve
-from reprieve.checkpoint.folder.catalog import survey
+from reprieve.checkpoint.folder.catalog import list_checkpoints
 from reprieve.errors import FolderInUse, RankFailed
 from reprieve.progress.snapshot import Checkpoints, Progress
-from reprieve.session.run_reporter import Telling
+from reprieve.session.run_reporter import RunReporter
 from reprieve.settings import resolve
 from reprieve.storage.disk import Disk, OpenFile
 from reprieve.testing.faulty_disks import SlowDisk
@@ -58,7 +58,7 @@ def saves(run: reprieve.Run) -> Checkpoints:
 
 def test_after_a_resume_the_newest_is_the_one_that_was_restored(tmp_path: Path) -> None:
     train(make(tmp_path), 3)
-    [found] = survey(tmp_path / "checkpoints")
+    [found] = list_checkpoints(tmp_path / "checkpoints")
     with make(tmp_path) as run:
         assert saves(run) == Checkpoints(
             latest=str(found.path), latest_at=found.created.timestamp(), latest_bytes=found.bytes, created=1, valid=1
@@ -68,7 +68,7 @@ def test_after_a_resume_the_newest_is_the_one_that_was_restored(tmp_path: Path) 
 def test_what_retention_removes_is_not_counted(tmp_path: Path) -> None:
     run = make(tmp_path, every=1, keep=2)
     train(run, 6)
-    assert len(survey(tmp_path / "checkpoints")) == 2
+    assert len(list_checkpoints(tmp_path / "checkpoints")) == 2
     assert (saves(run).created, saves(run).valid) == (6, 2)
 
 
@@ -195,7 +195,7 @@ def test_why_a_run_could_not_begin_is_told(tmp_path: Path, told: Path) -> None:
 
 
 def test_who_may_not_have_the_folder_does_not_speak_for_whoever_has_it(told: Path) -> None:
-    telling = Telling(0, 1, resolve({}), bar=False)
+    telling = RunReporter(0, 1, resolve({}), bar=False)
     telling.refused(FolderInUse("another run has it"))
     telling.closing(0, finished=False)
     assert not told.exists()
@@ -204,7 +204,7 @@ def test_who_may_not_have_the_folder_does_not_speak_for_whoever_has_it(told: Pat
 def test_only_the_first_rank_tells_why(told: Path) -> None:
     for rank in (1, 0):
         assert not told.exists()
-        telling = Telling(rank, 2, resolve({}), bar=False)
+        telling = RunReporter(rank, 2, resolve({}), bar=False)
         telling.refused(RankFailed(1, "StorageFull: no room", during="own"))
         telling.closing(0, finished=False)
     assert json.loads(told.read_text())["reason"] == "StorageFull: no room"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from progress_kit import ODD_NAME, progress, strict_json
 
-from reprieve.launch.messages import last_words
+from reprieve.launch.messages import exit_message
 from reprieve.progress.formats import progress_json
 from reprieve.progress.sinks import termination_log
 from reprieve.progress.sinks.termination_log import LONGEST, TerminationSink
@@ -77,7 +77,7 @@ def test_the_launcher_leaves_progress_where_it_is(
 ) -> None:
     monkeypatch.setenv("REPRIEVE_TERMINATION_LOG", str(log))
     TerminationSink(log).close(progress(state="stopped", reason="SIGTERM", train=MANY))
-    last_words("stopped by SIGTERM: saved at step 150")
+    exit_message("stopped by SIGTERM: saved at step 150")
     told = strict_json(log.read_text())
     assert (told["message"], told["progressPercentage"]) == ("stopped by SIGTERM: saved at step 150", 50)
     assert log.stat().st_size <= LONGEST
@@ -88,14 +88,14 @@ def test_the_launcher_leaves_progress_where_it_is(
 def test_the_launcher_replaces_anything_else(log: Path, before: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REPRIEVE_TERMINATION_LOG", str(log))
     log.write_bytes(before.encode(errors="surrogateescape"))
-    last_words("finished after 150 steps")
+    exit_message("finished after 150 steps")
     assert log.read_text() == "finished after 150 steps"
 
 
 def test_a_very_long_last_word_is_cut(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REPRIEVE_TERMINATION_LOG", str(log))
     TerminationSink(log).close(progress(state="failed", reason="y" * 3_000))
-    last_words("x" * 9_999)
+    exit_message("x" * 9_999)
     assert log.stat().st_size <= LONGEST
     assert strict_json(log.read_text())["message"].startswith("xxx")
     assert termination_log.path() == log

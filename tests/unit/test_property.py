@@ -20,7 +20,7 @@ from test_torch_file import DTYPES, of_dtype
 from torch import nn
 
 from reprieve import Checkpointer, StorageError, StorageFull
-from reprieve.checkpoint.folder.catalog import survey
+from reprieve.checkpoint.folder.catalog import list_checkpoints
 from reprieve.checkpoint.folder.verify import verify
 
 pytestmark = pytest.mark.soak
@@ -159,7 +159,7 @@ def test_whatever_fails_the_one_before_is_there(
         with Checkpointer(root, keep=None, model=live, tree=live_tree) as checkpointer:
             assert leftovers(root) == []
             assert checkpointer.restore().step == step
-            assert all(verify(one.path, pool) for one in survey(root))
+            assert all(verify(one.path, pool) for one in list_checkpoints(root))
         assert_same((dict(live.state_dict()), live_tree), want[step])
 
     with folder() as root:

@@ -12,15 +12,15 @@ import pytest
 
 from reprieve.errors import ConfigError
 from reprieve.launch.process import boot_id, start_time
-from reprieve.launch.runs.goodput import Attempt
+from reprieve.launch.runs.goodput import AttemptRecord
 from reprieve.launch.runs.run_record import (
     LOST,
     RUNNING,
     STARTING,
     STOPPING,
     WAITING,
-    Record,
     RunFolder,
+    RunRecord,
     Runs,
     check_name,
     default_name,
@@ -29,25 +29,25 @@ from reprieve.launch.runs.run_record import (
 from reprieve.testing.faulty_disks import FullDisk
 
 
-def record(name: str = "train-1", **changes: object) -> Record:
-    found = Record(name, ["python", "train.py", "größe \udcff"], "/home/me", {"keep": "2"}, {"A": "1"}, ["HF_TOKEN"])
+def record(name: str = "train-1", **changes: object) -> RunRecord:
+    found = RunRecord(name, ["python", "train.py", "größe \udcff"], "/home/me", {"keep": "2"}, {"A": "1"}, ["HF_TOKEN"])
     for key, value in changes.items():
         setattr(found, key, value)
     return found
 
 
-def full() -> Record:
-    first = Attempt(1000.0, training=1010.0, kept_until=1050.0, from_step=0, to_step=40)
+def full() -> RunRecord:
+    first = AttemptRecord(1000.0, training=1010.0, kept_until=1050.0, from_step=0, to_step=40)
     first.end(1060.0, "failed")
     return record(
         state=RUNNING, reason="r", exit_code=3, pid=7, pid_started="9", boot="b", socket="/s",
-        attempts=[first, Attempt(1070.0)],
+        attempts=[first, AttemptRecord(1070.0)],
         step=41, done=0.5, eta_s=12.5, restarts=1, checkpoints="/c", checkpoint_step=40, checkpoint_at=1051.0,
     )  # fmt: skip
 
 
 def test_it_comes_back_as_it_was_written() -> None:
-    assert Record.from_json(full().as_json()) == full()
+    assert RunRecord.from_json(full().as_json()) == full()
 
 
 def test_what_a_newer_version_added_is_passed_over() -> None:
@@ -55,7 +55,7 @@ def test_what_a_newer_version_added_is_passed_over() -> None:
     told["of_tomorrow"] = {"x": 1}
     for attempt in told["attempts"]:
         attempt["also_of_tomorrow"] = 2
-    assert Record.from_json(json.dumps(told).encode()) == full()
+    assert RunRecord.from_json(json.dumps(told).encode()) == full()
 
 
 @pytest.mark.parametrize(

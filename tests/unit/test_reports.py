@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from reprieve.errors import RankFailed
-from reprieve.launch.rank_reports import PAUSE, Listener, Seen, tell
+from reprieve.launch.rank_reports import PAUSE, JobStatus, Listener, tell
 from reprieve.progress import report
 from reprieve.progress.report import Reporter
-from reprieve.session.run_reporter import Telling
+from reprieve.session.run_reporter import RunReporter
 from reprieve.settings import resolve
 
 MANY = 2000
@@ -55,8 +55,8 @@ def reporter(listener: Listener) -> Iterator[Callable[..., Reporter]]:
             one._socket.close()
 
 
-def hear(listener: Listener, seen: Seen | None = None) -> Seen:
-    seen = seen or Seen()
+def hear(listener: Listener, seen: JobStatus | None = None) -> JobStatus:
+    seen = seen or JobStatus()
     for told in listener.read():
         seen.take(told)
     return seen
@@ -143,7 +143,7 @@ def test_who_only_heard_of_a_refusal_tells_it_as_the_one_that_refused(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(report.LAUNCHER, str(listener.path))
-    telling = Telling(0, 3, resolve({}), bar=False)
+    telling = RunReporter(0, 3, resolve({}), bar=False)
     telling.refused(RankFailed(2, "StateMismatch: another model", during="prepare", for_a_person=True))
     telling._reporter.close()
     faulthandler.unregister(signal.SIGQUIT)

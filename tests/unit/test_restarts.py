@@ -6,20 +6,20 @@ import random
 
 import pytest
 
-from reprieve.launch.runs.restart_policy import Again, Enough, Restarts
+from reprieve.launch.runs.restart_policy import GiveUp, RestartPolicy, Retry
 
 JITTER = 0.25
 LONGEST_S = 60.0
 
 
-def failures(steps: list[int | None], allowed: int = 1000) -> list[Again | Enough]:
-    restarts = Restarts(allowed, random.Random(1))
+def failures(steps: list[int | None], allowed: int = 1000) -> list[Retry | GiveUp]:
+    restarts = RestartPolicy(allowed, random.Random(1))
     return [restarts.after_failure(step) for step in steps]
 
 
-def waits(found: list[Again | Enough]) -> list[float]:
-    assert all(isinstance(one, Again) for one in found), found
-    return [one.wait_s for one in found if isinstance(one, Again)]
+def waits(found: list[Retry | GiveUp]) -> list[float]:
+    assert all(isinstance(one, Retry) for one in found), found
+    return [one.wait_s for one in found if isinstance(one, Retry)]
 
 
 def test_the_wait_doubles_up_to_a_minute() -> None:
@@ -33,27 +33,27 @@ def test_the_wait_stays_a_minute_however_often_it_fails() -> None:
 
 
 def test_jitter_spreads_over_a_quarter_both_ways() -> None:
-    first = [waits([Restarts(1, random.Random(seed)).after_failure(5)])[0] for seed in range(300)]
+    first = [waits([RestartPolicy(1, random.Random(seed)).after_failure(5)])[0] for seed in range(300)]
     assert 1 - JITTER <= min(first) < 1 - 0.8 * JITTER
     assert 1 + 0.8 * JITTER < max(first) <= 1 + JITTER
 
 
 def test_without_a_seed_two_runs_do_not_wait_alike() -> None:
-    assert len({waits([Restarts(1).after_failure(5)])[0] for _ in range(10)}) > 1
+    assert len({waits([RestartPolicy(1).after_failure(5)])[0] for _ in range(10)}) > 1
 
 
 @pytest.mark.parametrize("steps", [[5, 5, 5], [5, 4, 0], [0, 0, 0], [5, None, 5]])
 def test_three_attempts_without_progress_are_enough(steps: list[int | None]) -> None:
     first, second, third = failures(steps)
-    assert isinstance(first, Again)
-    assert isinstance(second, Again)
-    assert isinstance(third, Enough)
+    assert isinstance(first, Retry)
+    assert isinstance(second, Retry)
+    assert isinstance(third, GiveUp)
     assert third.reason.startswith(f"no progress: 3 attempts in a row ended at step {steps[0]} or before")
 
 
 def test_progress_begins_the_count_again() -> None:
     found = failures([5, 5, 6, 6, 7, 7, 7])
-    assert [type(one) for one in found] == [Again] * 6 + [Enough]
+    assert [type(one) for one in found] == [Retry] * 6 + [GiveUp]
 
 
 def test_progress_begins_the_waits_again() -> None:
@@ -63,28 +63,28 @@ def test_progress_begins_the_waits_again() -> None:
 
 
 def test_progress_is_measured_against_the_furthest_step() -> None:
-    assert isinstance(failures([10, 8, 9])[-1], Enough), "9 is further than 8, but the run has been at 10"
+    assert isinstance(failures([10, 8, 9])[-1], GiveUp), "9 is further than 8, but the run has been at 10"
 
 
 def test_as_often_as_is_allowed() -> None:
-    restarts = Restarts(2, random.Random(1))
-    assert isinstance(restarts.after_failure(1), Again)
-    assert isinstance(restarts.after_failure(2), Again)
+    restarts = RestartPolicy(2, random.Random(1))
+    assert isinstance(restarts.after_failure(1), Retry)
+    assert isinstance(restarts.after_failure(2), Retry)
     assert restarts.used == 2
-    assert restarts.after_failure(3) == Enough("failed 3 times, 2 restarts allowed")
+    assert restarts.after_failure(3) == GiveUp("failed 3 times, 2 restarts allowed")
     assert restarts.used == 2
 
 
 def test_where_none_is_allowed_there_is_nothing_to_explain() -> None:
-    restarts = Restarts(0)
-    assert [restarts.after_failure(5) for _ in range(4)] == [Enough("")] * 4
+    restarts = RestartPolicy(0)
+    assert [restarts.after_failure(5) for _ in range(4)] == [GiveUp("")] * 4
     assert restarts.used == 0
 
 
 def test_attempts_that_did_not_say_how_far_they_got_are_not_stuck() -> None:
     found = failures([None] * 10, allowed=9)
-    assert isinstance(found[8], Again)
-    assert found[9] == Enough("failed 10 times, 9 restarts allowed")
+    assert isinstance(found[8], Retry)
+    assert found[9] == GiveUp("failed 10 times, 9 restarts allowed")
 
 
 def test_no_step_is_not_progress() -> None:

@@ -20,8 +20,8 @@ from helpers import copied, entry_of, pool, rewrite_manifest, small_model, train
 from safetensors.torch import save_file
 from torch import nn
 
-from reprieve import Checkpointer, InvalidCheckpoint, NothingToResume, StorageError, StorageFull
-from reprieve.checkpoint.folder.catalog import look_at, survey
+from reprieve import Checkpointer, InvalidCheckpoint, NoValidCheckpoint, StorageError, StorageFull
+from reprieve.checkpoint.folder.catalog import inspect_checkpoint, list_checkpoints
 from reprieve.checkpoint.folder.verify import verify
 from reprieve.checkpoint.format.checksum import digest_of
 from reprieve.checkpoint.format.manifest import MANIFEST, SENTINEL, read_manifest
@@ -101,7 +101,7 @@ def test_a_bad_newest_one_is_passed_over_and_set_aside(tmp_path: Path, damage: A
     assert (value, result.step) == (2, 2)
     assert [one.name for one in result.passed_over] == ["checkpoint-3"]
     assert reason in result.passed_over[0].reason
-    found = survey(tmp_path)
+    found = list_checkpoints(tmp_path)
     assert [one.path.name for one in found] == ["checkpoint-2", "checkpoint-1", "checkpoint-3.set-aside"]
     assert found[-1].problem.startswith("set aside: ")
     assert reason in found[-1].problem
@@ -114,23 +114,26 @@ def test_two_bad_ones_of_the_same_step_are_both_kept(tmp_path: Path) -> None:
         run_with(tmp_path, 2)
         flip(tmp_path / "checkpoint-2/model.safetensors")
         assert resumed(tmp_path)[0] == 1
-    assert [one.path.name for one in survey(tmp_path)[1:]] == ["checkpoint-2.set-aside", "checkpoint-2.set-aside-2"]
+    assert [one.path.name for one in list_checkpoints(tmp_path)[1:]] == [
+        "checkpoint-2.set-aside",
+        "checkpoint-2.set-aside-2",
+    ]
 
 
 def test_nothing_valid_is_an_error_that_lists_everything(tmp_path: Path) -> None:
     run_with(tmp_path, 1, 2)
     flip(tmp_path / "checkpoint-1/model.safetensors")
     (tmp_path / "checkpoint-2/model.safetensors").unlink()
-    with pytest.raises(NothingToResume, match=r"(?s)checkpoint-2: .*missing.*checkpoint-1: .*damaged.*fresh=True"):
+    with pytest.raises(NoValidCheckpoint, match=r"(?s)checkpoint-2: .*missing.*checkpoint-1: .*damaged.*fresh=True"):
         resumed(tmp_path)
-    assert len(survey(tmp_path)) == 2, "nothing was deleted"
+    assert len(list_checkpoints(tmp_path)) == 2, "nothing was deleted"
 
 
 def test_nothing_valid_is_an_error_again_at_the_next_start(tmp_path: Path) -> None:
     run_with(tmp_path, 1)
     flip(tmp_path / "checkpoint-1/model.safetensors")
     for _ in range(2):
-        with pytest.raises(NothingToResume):
+        with pytest.raises(NoValidCheckpoint):
             resumed(tmp_path)
 
 
@@ -173,7 +176,7 @@ def test_one_that_is_there_already_and_not_valid_is_set_aside(tmp_path: Path) ->
     run_with(tmp_path, 1)
     (tmp_path / "checkpoint-1/model.safetensors").unlink()
     run_with(tmp_path, 1)
-    assert [one.path.name for one in survey(tmp_path)] == ["checkpoint-1", "checkpoint-1.set-aside"]
+    assert [one.path.name for one in list_checkpoints(tmp_path)] == ["checkpoint-1", "checkpoint-1.set-aside"]
     assert resumed(tmp_path)[0] == 1
 
 
@@ -188,7 +191,7 @@ def test_one_of_another_run_does_not_count_as_saved(tmp_path: Path) -> None:
     run_with(tmp_path, 1, run="other")
     with Checkpointer(tmp_path, run="r", model=Counter(77)) as checkpointer:
         assert checkpointer.save(1).skipped is None
-    ours, theirs = survey(tmp_path)
+    ours, theirs = list_checkpoints(tmp_path)
     assert ours.manifest is not None and (ours.path.name, ours.manifest.run) == ("checkpoint-1", "r")
     assert theirs.path.name == "checkpoint-1.set-aside"
     assert theirs.problem == "set aside: run 'r' saved the same step; this one is of run 'other'"
@@ -197,9 +200,9 @@ def test_one_of_another_run_does_not_count_as_saved(tmp_path: Path) -> None:
 
 def test_checkpoints_of_another_run_are_not_used_and_not_moved(tmp_path: Path) -> None:
     run_with(tmp_path, 1, 2, run="other")
-    with pytest.raises(NothingToResume, match="written by run 'other', this is run 'mine'"):
+    with pytest.raises(NoValidCheckpoint, match="written by run 'other', this is run 'mine'"):
         resumed(tmp_path, "mine")
-    assert [one.path.name for one in survey(tmp_path)] == ["checkpoint-2", "checkpoint-1"]
+    assert [one.path.name for one in list_checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-1"]
     run_with(tmp_path, 1, run="other")
 
 
@@ -207,7 +210,7 @@ def test_without_a_name_the_run_of_the_folder_goes_on(tmp_path: Path, monkeypatc
     run_with(tmp_path, 1, run="named")
     assert resumed(tmp_path, None)[0] == 1
     monkeypatch.setenv("REPRIEVE_RUN", "from-outside")
-    with pytest.raises(NothingToResume, match="from-outside"):
+    with pytest.raises(NoValidCheckpoint, match="from-outside"):
         resumed(tmp_path, None)
 
 
@@ -235,7 +238,7 @@ def test_a_save_after_close_is_an_error_of_ours(tmp_path: Path) -> None:
     checkpointer.close()
     with pytest.raises(ReprieveError):
         checkpointer.save(1)
-    assert survey(tmp_path) == []
+    assert list_checkpoints(tmp_path) == []
 
 
 # What somebody with bad intentions could leave
@@ -286,7 +289,7 @@ def test_a_link_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "checkpoint-4/model.safetensors"
     shutil.move(file, tmp_path / "elsewhere")
     file.symlink_to(tmp_path / "elsewhere")
-    assert look_at(tmp_path / "checkpoint-4").problem == "model.safetensors is not a plain file"
+    assert inspect_checkpoint(tmp_path / "checkpoint-4").problem == "model.safetensors is not a plain file"
 
     folder = tmp_path / "checkpoint-3"
     manifest = read_manifest(folder)
@@ -296,11 +299,11 @@ def test_a_link_is_refused(tmp_path: Path) -> None:
     files = dict(manifest.files)
     files["sub/model.safetensors"] = files.pop("model.safetensors")
     (folder / MANIFEST).write_bytes(replace(manifest, files=files).encode())
-    assert look_at(folder).problem == "sub/model.safetensors leads out of the checkpoint"
+    assert inspect_checkpoint(folder).problem == "sub/model.safetensors leads out of the checkpoint"
 
     shutil.move(tmp_path / "checkpoint-2", tmp_path / "moved")
     (tmp_path / "checkpoint-2").symlink_to(tmp_path / "moved")
-    assert look_at(tmp_path / "checkpoint-2").problem == "not a folder"
+    assert inspect_checkpoint(tmp_path / "checkpoint-2").problem == "not a folder"
     assert resumed(tmp_path)[0] == 1
 
 
@@ -391,7 +394,7 @@ def test_what_the_storage_refuses_for_now_is_not_moved(
         with pytest.raises(StorageError) as caught:
             resumed(tmp_path)
         assert caught.value.errno == code
-        shown = survey(tmp_path)
+        shown = list_checkpoints(tmp_path)
         assert [one.path.name for one in shown] == ["checkpoint-3", "checkpoint-2", "checkpoint-1"], "nothing was moved"
         if where in ("manifest", "files"):
             assert shown[0].problem == f"cannot be read: {os.strerror(code)}"
@@ -414,7 +417,7 @@ def test_a_stock_checkpoint_that_is_refused_for_now_is_not_moved(
         return
     with pytest.raises(StorageError):
         resumed(tmp_path)
-    assert survey(tmp_path)[0].path.name == "checkpoint-5"
+    assert list_checkpoints(tmp_path)[0].path.name == "checkpoint-5"
 
 
 def test_one_that_is_not_there_cannot_be_verified(tmp_path: Path) -> None:

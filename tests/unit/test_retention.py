@@ -19,19 +19,19 @@ from torch import nn
 
 from reprieve import Checkpointer, ConfigError, Fenced, InvalidCheckpoint, StorageError
 from reprieve.checkpoint.folder import lease
-from reprieve.checkpoint.folder.catalog import Found, survey
-from reprieve.checkpoint.folder.pruning import Retiring
+from reprieve.checkpoint.folder.catalog import CheckpointInfo, list_checkpoints
+from reprieve.checkpoint.folder.pruning import Pruner
 from reprieve.checkpoint.folder.retention import Retention, reading
 from reprieve.checkpoint.folder.verify import verify
 from reprieve.storage.disk import Disk
 
 
-def found(step: int, problem: str | None = None, **metrics: float) -> Found:
+def found(step: int, problem: str | None = None, **metrics: float) -> CheckpointInfo:
     known = manifest(step, metrics=metrics)
-    return Found(Path(f"checkpoint-{step}"), step, known, problem, 1, datetime.now(timezone.utc))
+    return CheckpointInfo(Path(f"checkpoint-{step}"), step, known, problem, 1, datetime.now(timezone.utc))
 
 
-def doomed(candidates: list[Found], **rules: Any) -> list[int]:
+def doomed(candidates: list[CheckpointInfo], **rules: Any) -> list[int]:
     newest = max((one.step for one in candidates if one.problem is None), default=0)
     return [one.step for one in Retention(**rules).doomed(candidates, "r", newest)]
 
@@ -92,7 +92,7 @@ def test_bad_rules_are_refused(rules: dict[str, Any], tmp_path: Path) -> None:
 
 
 def steps(root: Path) -> list[int]:
-    return [one.step for one in survey(root)]
+    return [one.step for one in list_checkpoints(root)]
 
 
 def test_a_run_keeps_what_it_should(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_saves_without_a_pause_do_not_keep_retention_from_running(tmp_path: Path
     with Checkpointer(tmp_path, model=nn.Linear(512, 512), keep=None) as checkpointer:
         for step in (1, 2, 3):
             checkpointer.save(step)
-        retiring = Retiring(Disk(), tmp_path, Retention(keep=1))
+        retiring = Pruner(Disk(), tmp_path, Retention(keep=1))
         retiring.newest = 3
         with retiring.giving_way():
             for left in ([3, 2, 1], [3]):
@@ -162,7 +162,7 @@ def test_little_room_is_said_once_the_size_is_known(
 def test_nothing_goes_when_the_newest_cannot_be_read_back_for_now(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
 ) -> None:
-    def refused(*_: object, **__: object) -> Found:
+    def refused(*_: object, **__: object) -> CheckpointInfo:
         raise OSError(code, os.strerror(code))
 
     with Checkpointer(tmp_path, model=small_model(), keep=1) as checkpointer:
@@ -178,7 +178,7 @@ def test_nothing_goes_when_the_newest_cannot_be_read_back_for_now(
 
 
 def test_what_is_older_than_the_restored_one_need_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreadable(*_: object, **__: object) -> Found:
+    def unreadable(*_: object, **__: object) -> CheckpointInfo:
         raise InvalidCheckpoint("cannot be read back")
 
     with Checkpointer(tmp_path, model=small_model(), keep=3) as checkpointer:
@@ -260,7 +260,7 @@ def test_a_removal_that_was_cut_short_leaves_nothing_that_looks_valid(tmp_path: 
             break
         except OSError:
             pass
-        for one in survey(tmp_path):
+        for one in list_checkpoints(tmp_path):
             verify(one.path, pool)
         if not (tmp_path / "checkpoint-1").exists():
             assert clean_up(Disk(), tmp_path) == [".checkpoint-1.deleting"]

@@ -31,7 +31,7 @@ from torch import nn
 from reprieve.checkpoint.buffers.block_pool import BLOCK_BYTES, Block, BlockPool
 from reprieve.checkpoint.format.manifest import MANIFEST, FileEntry
 from reprieve.checkpoint.io import partition
-from reprieve.checkpoint.io.partition import FilePart, blocks_needed, divide
+from reprieve.checkpoint.io.partition import FileShare, blocks_needed, partition_files
 from reprieve.checkpoint.io.reader import Reader, Target
 from reprieve.checkpoint.io.writer import Crcs, Writer
 from reprieve.checkpoint.save import page_exchange
@@ -74,7 +74,7 @@ def small_pieces(share: int = PAGE, block: int = 16 * PAGE) -> Iterator[None]:
 
 def write_together(
     root: Path,
-    by_rank: Sequence[Sequence[FilePart]],
+    by_rank: Sequence[Sequence[FileShare]],
     chance: random.Random,
     *,
     staged: Sequence[bool] | None = None,
@@ -156,7 +156,9 @@ def test_the_bytes_are_those_of_one_writer(data: st.DataObject, world_size: int,
     pools = [BlockPool(limit=limit) for limit in limits]
     with folder(where) as root, small_pieces(block=chance.choice([PAGE, 3 * PAGE, 64 * PAGE, BLOCK_BYTES])):
         by_rank = [
-            divide([one.layout(rank, content) for one, content in zip(files, contents, strict=True)], rank, world_size)
+            partition_files(
+                [one.layout(rank, content) for one, content in zip(files, contents, strict=True)], rank, world_size
+            )
             for rank in range(world_size)
         ]
         staged = [chance.random() < 0.5 and blocks_needed(by_rank[rank]) <= limits[rank] for rank in range(world_size)]
@@ -181,7 +183,7 @@ def test_megabytes_at_the_same_time(where: Path, staged: bool) -> None:
     records += [[(45 * 2**20 + 77, None)], [(20 * 2**20 + 5, (3,)), (1, (4,)), (4095, (0, 2))]]
     shape = Shape("file", records, zipped=True)
     content = chance.randbytes(shape.layout(None).size)
-    by_rank = [divide([shape.layout(rank, content)], rank, world_size) for rank in range(world_size)]
+    by_rank = [partition_files([shape.layout(rank, content)], rank, world_size) for rank in range(world_size)]
     pools = [BlockPool(limit=8) for _ in range(world_size)]
     with folder(where) as root:
         (root / "together").mkdir()
@@ -194,7 +196,7 @@ def test_megabytes_at_the_same_time(where: Path, staged: bool) -> None:
 
 
 def together_in_threads(
-    root: Path, by_rank: Sequence[Sequence[FilePart]], pools: Sequence[BlockPool], *, staged: bool
+    root: Path, by_rank: Sequence[Sequence[FileShare]], pools: Sequence[BlockPool], *, staged: bool
 ) -> dict[str, FileEntry]:
     ranks = range(len(by_rank))
     barrier = threading.Barrier(len(by_rank), timeout=100)
@@ -238,7 +240,7 @@ def test_a_small_ring_and_many_late_pages() -> None:
     records += [[(40 * 2**20, None)]]
     shape = Shape("file", records, zipped=True)
     content = random.Random(0).randbytes(shape.layout(None).size)
-    by_rank = [divide([shape.layout(rank, content)], rank, 2) for rank in range(2)]
+    by_rank = [partition_files([shape.layout(rank, content)], rank, 2) for rank in range(2)]
     assert sum(piece.late for piece in by_rank[0][0].pieces) > 2000
     pools = [BlockPool(limit=1), BlockPool(limit=1)]
     with folder() as root:
@@ -251,7 +253,7 @@ def test_neighbouring_pieces_are_one_write() -> None:
     records: list[list[tuple[int, Holders]]] = [[(30_001, (rank,)) for rank in range(2)] for _ in range(50)]
     shape = Shape("file", records)
     content = random.Random(0).randbytes(shape.layout(None).size)
-    by_rank = [divide([shape.layout(rank, content)], rank, 2) for rank in range(2)]
+    by_rank = [partition_files([shape.layout(rank, content)], rank, 2) for rank in range(2)]
 
     class Counted(Unflushed):
         writes = 0
@@ -271,7 +273,7 @@ def test_neighbouring_pieces_are_one_write() -> None:
 def test_as_many_blocks_as_were_foreseen_are_enough_to_stage() -> None:
     shape = Shape("file", [[(9 * 2**20, None), (9 * 2**20, (0,)), (100, (1,)), (17 * 2**20, (2,))]] * 2, zipped=True)
     content = random.Random(0).randbytes(shape.layout(None).size)
-    by_rank = [divide([shape.layout(rank, content)], rank, 3) for rank in range(3)]
+    by_rank = [partition_files([shape.layout(rank, content)], rank, 3) for rank in range(3)]
     pools = [BlockPool(limit=max(1, blocks_needed(parts))) for parts in by_rank]
     with folder() as root:
         verify(root, write_together(root, by_rank, random.Random(0), pools=pools, staged=[True] * 3))
@@ -288,7 +290,9 @@ def test_after_an_error_all_memory_comes_back(world_size: int, at: int, staged: 
     disk = FailingDisk(at, errno.EIO)
     with folder() as root, small_pieces():
         by_rank = [
-            divide([one.layout(rank, content) for one, content in zip(files, contents, strict=True)], rank, world_size)
+            partition_files(
+                [one.layout(rank, content) for one, content in zip(files, contents, strict=True)], rank, world_size
+            )
             for rank in range(world_size)
         ]
         try:
@@ -378,7 +382,7 @@ def shard(module: nn.Module, tree: dict[str, Any], rank: int, replicas: int) -> 
 
 def parts_of(
     module: nn.Module, tree: dict[str, Any], rank: int = 0, world_size: int = 1, *, own: bool = False
-) -> list[FilePart]:
+) -> list[FileShare]:
     mine = {"mine": {"rank": rank}} if own else {}
     state = State({"model": module, "optimizer": Optimizer(tree), **mine})
     return plan(state, rng=False, rank=rank, world_size=world_size, shard_bytes=300_000).parts
@@ -479,7 +483,7 @@ def written() -> Iterator[tuple[Path, FileEntry]]:
     shape = Shape("file", records, zipped=True)
     content = chance.randbytes(shape.layout(None).size)
     with folder() as root, small_pieces(block=7 * PAGE):
-        by_rank = [divide([shape.layout(rank, content)], rank, 3) for rank in range(3)]
+        by_rank = [partition_files([shape.layout(rank, content)], rank, 3) for rank in range(3)]
         yield root, write_together(root, by_rank, chance)["file"]
 
 

@@ -12,7 +12,7 @@ import torch
 from helpers import assert_same, copied, restored, saved, small_model, train
 from torch import nn
 
-from reprieve import Checkpointer, ConfigError, NothingToResume, StateMismatch, UnsafeState
+from reprieve import Checkpointer, ConfigError, NoValidCheckpoint, StateMismatch, UnsafeState
 from reprieve.checkpoint.state.state import State
 
 # Optimizers, schedulers, scalers
@@ -234,7 +234,7 @@ def test_a_sparse_tensor_with_impossible_indices_is_refused(tmp_path: Path) -> N
     sparse = torch.sparse_coo_tensor([[0, 1]], [1.0, 2.0], (2,), check_invariants=False)
     sparse._indices()[0, 1] = 1_000_000
     saved(tmp_path, state={"s": sparse})
-    with pytest.raises(NothingToResume, match="impossible sparse tensor"):
+    with pytest.raises(NoValidCheckpoint, match="impossible sparse tensor"):
         restored(tmp_path, state={"s": torch.zeros(2).to_sparse()})
 
 

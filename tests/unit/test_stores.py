@@ -21,7 +21,7 @@ from reprieve.errors import RanksError, StoreLost
 from reprieve.ranks import timed_calls
 from reprieve.ranks.folder_store import FolderStore
 from reprieve.ranks.store import Store, prefixed
-from reprieve.ranks.timed_calls import Errands
+from reprieve.ranks.timed_calls import TimedCaller
 from reprieve.ranks.torch_store import PART_BYTES, TorchStore
 
 SOON = timedelta(milliseconds=50)
@@ -440,7 +440,7 @@ def test_errands_end_with_their_user() -> None:
     def threads() -> int:
         return sum("ends with me" in thread.name for thread in threading.enumerate())
 
-    some = Errands("ends with me")
+    some = TimedCaller("ends with me")
     assert some.run(lambda: 1, LONG) == 1
     with pytest.raises(ZeroDivisionError):
         some.run(lambda: 1 / 0, LONG)

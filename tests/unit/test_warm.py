@@ -13,7 +13,7 @@ import torch
 
 from reprieve import Checkpointer
 from reprieve.checkpoint.io import reader
-from reprieve.launch.page_cache_warmup import Warming
+from reprieve.launch.page_cache_warmup import PageCacheWarmup
 from reprieve.storage.disk import read_from_cache
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -58,7 +58,7 @@ def _looks_start_no_reading(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def warmed(root: Path) -> None:
-    with Warming(str(root)):
+    with PageCacheWarmup(str(root)):
         wait_for_it()
 
 
@@ -119,7 +119,7 @@ def test_a_bad_one_is_told_of(root: Path, capfd: pytest.CaptureFixture[str]) -> 
 
 
 def test_it_leaves_off_when_the_run_is_there(root: Path) -> None:
-    warming = Warming(str(root))
+    warming = PageCacheWarmup(str(root))
     warming.leave_off()
     with warming:
         wait_for_it()
@@ -128,5 +128,5 @@ def test_it_leaves_off_when_the_run_is_there(root: Path) -> None:
 
 @pytest.mark.parametrize("folder", [None, "nowhere"])
 def test_nothing_to_read(tmp_path: Path, folder: str | None) -> None:
-    with Warming(None if folder is None else str(tmp_path / folder)):
+    with PageCacheWarmup(None if folder is None else str(tmp_path / folder)):
         pass

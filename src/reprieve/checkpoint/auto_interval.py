@@ -33,7 +33,7 @@ def best_interval(cost_s: float, between_s: float) -> float:
 
 
 @dataclass(slots=True)
-class Auto:
+class AutoInterval:
     """The interval of one run, as it is known now."""
 
     interruptions: int = 0
@@ -41,7 +41,7 @@ class Auto:
     _cost_s: float | None = None
 
     @classmethod
-    def of_environment(cls, env: Mapping[str, str] = os.environ) -> Auto:
+    def of_environment(cls, env: Mapping[str, str] = os.environ) -> AutoInterval:
         count, _, trained = env.get(INTERRUPTIONS, "").partition("/")
         try:
             return cls(int(count), float(trained))

@@ -24,22 +24,22 @@ from typing import Any
 import torch
 
 from reprieve.checkpoint.buffers.block_pool import BLOCK_BYTES, BlockPool
-from reprieve.checkpoint.buffers.staging import StagingRoom, bytes_on_disk, check_room
-from reprieve.checkpoint.coordinated_schedule import Due
+from reprieve.checkpoint.buffers.staging import StagingBuffers, bytes_on_disk, check_room
+from reprieve.checkpoint.coordinated_schedule import CoordinatedSchedule
 from reprieve.checkpoint.folder import finished_marker, paths
-from reprieve.checkpoint.folder.catalog import Found, survey
-from reprieve.checkpoint.folder.lease import Member, Owner, OwnerRecord, acquire, join
-from reprieve.checkpoint.folder.pruning import Retiring
+from reprieve.checkpoint.folder.catalog import CheckpointInfo, list_checkpoints
+from reprieve.checkpoint.folder.lease import FolderLease, LeaseRecord, LeaseView, acquire, join
+from reprieve.checkpoint.folder.pruning import Pruner
 from reprieve.checkpoint.folder.retention import Retention, reading
 from reprieve.checkpoint.folder.verify import verify
 from reprieve.checkpoint.format.layout import FileLayout
 from reprieve.checkpoint.restore import resume
 from reprieve.checkpoint.results import Restored, Save
 from reprieve.checkpoint.save.background import Background
-from reprieve.checkpoint.save.job import Saving
+from reprieve.checkpoint.save.job import SaveJob
 from reprieve.checkpoint.save.plan import SHARD_BYTES, Plan, plan
-from reprieve.checkpoint.save.request import Asked, check_same_step
-from reprieve.checkpoint.save.throughput import Running, Speed
+from reprieve.checkpoint.save.request import SaveRequest, check_same_step
+from reprieve.checkpoint.save.throughput import SaveInProgress, SaveThroughput
 from reprieve.checkpoint.save.weights_only_check import check_loadable
 from reprieve.checkpoint.schedule import Every, Schedule
 from reprieve.checkpoint.state.fingerprint import parts_of
@@ -122,10 +122,10 @@ class Checkpointer:
         self._disk = disk or Disk()
         self._parent: str | None = None
         self._pool = BlockPool(pinned=torch.cuda.is_available())
-        self._staging = StagingRoom(self._pool)
+        self._staging = StagingBuffers(self._pool)
         self._background = Background()
-        self._speed = Speed(self._clock)
-        self._retiring = Retiring(self._disk, self.root, self.retention)
+        self._speed = SaveThroughput(self._clock)
+        self._retiring = Pruner(self._disk, self.root, self.retention)
         self._saved: set[Path] = set()
         self._closed = self._ending = False
         self._saves = 0
@@ -133,11 +133,11 @@ class Checkpointer:
         self._ranks = ranks if ranks is not None else Ranks.detect(parse_duration(rank_timeout))
         self._owner = self._take_part(run or os.environ.get("REPRIEVE_RUN") or None, parse_duration(take_over_after))
         self._ranks = self._ranks.scoped(f"{self.run}/{self.attempt}")
-        self._due = Due(self.schedule, self._ranks)
+        self._due = CoordinatedSchedule(self.schedule, self._ranks)
 
-    def _take_part(self, run: str | None, wait: timedelta) -> Member:
+    def _take_part(self, run: str | None, wait: timedelta) -> LeaseView:
         """Rank 0 becomes the owner of the folder, for all ranks."""
-        mine: Owner | None = None
+        mine: FolderLease | None = None
 
         def own() -> dict[str, Any]:
             nonlocal mine
@@ -152,12 +152,12 @@ class Checkpointer:
                 self._retiring.look_around(mine.run, bytes_on_disk(first_plan))
                 return asdict(mine.record)
 
-        member: Member | None = None
+        member: LeaseView | None = None
         seen_within = min(_SEEN_WITHIN, self._ranks.limit)
 
         def confirm() -> None:
             nonlocal member
-            record = OwnerRecord(**records[0])
+            record = LeaseRecord(**records[0])
             with self._explained():
                 member = mine or join(self.root, record, rank=self._ranks.rank, wait=seen_within, clock=self._clock)
 
@@ -214,7 +214,7 @@ class Checkpointer:
         if self._closed:
             raise ConfigError(f"the checkpointer of {self.root} is closed: make a new one")
         target = paths.checkpoint(self.root, step)
-        asked = Asked(step, epoch, metrics, values, files, unrequested, replace)
+        asked = SaveRequest(step, epoch, metrics, values, files, unrequested, replace)
         self._ending = within is not None
         if within is not None:
             self._staging.close()  # pinning memory that nobody needs any more would slow this save down
@@ -228,9 +228,9 @@ class Checkpointer:
             self._background.raise_error()
         return self.save(step, background=True, **details) if self._due.at(step, epoch_ended=epoch_ended) else None
 
-    def _save(self, target: Path, asked: Asked, background: bool, progress: Progress | None) -> Save:
+    def _save(self, target: Path, asked: SaveRequest, background: bool, progress: Progress | None) -> Save:
         start = self._clock.monotonic()
-        job: Saving | None = None
+        job: SaveJob | None = None
         may_skip = background and self._when_busy == "skip"
         if not may_skip:
             self._let_save_end(asked.step)
@@ -275,7 +275,7 @@ class Checkpointer:
             log.info("the save at step %d waits for the one before it", step)
             self._background.let_save_end()
 
-    def _decide(self, target: Path, asked: Asked, may_skip: bool) -> dict[str, Any]:
+    def _decide(self, target: Path, asked: SaveRequest, may_skip: bool) -> dict[str, Any]:
         """Is there something to save, and why may it replace what is there?"""
         self._owner.check()  # what is there may be a newer attempt's
         if may_skip and self._background.writing:
@@ -291,18 +291,18 @@ class Checkpointer:
         log.info("%s is there already and valid: kept", target)
         return {"skip": "it is there already, and valid"}
 
-    def _saving(self, asked: Asked, files: Sequence[FileLayout], progress: Progress | None) -> Saving:
+    def _saving(self, asked: SaveRequest, files: Sequence[FileLayout], progress: Progress | None) -> SaveJob:
         self._saves += 1
         created = datetime.fromtimestamp(self._clock.time(), timezone.utc)
         manifest = asked.manifest(created, self._owner, self._ranks, parent=self._parent, state=self._state.names)
-        return Saving(
+        return SaveJob(
             self._disk, self._pool, self._ranks, self._owner,
             root=self.root, folder=paths.saving(self.root, asked.step, self.attempt),
             plan=self._plan(asked.values, files), manifest=manifest, number=self._saves,
             progress=self._speed.counting(progress),
         )  # fmt: skip
 
-    def _finish(self, job: Saving, target: Path) -> None:
+    def _finish(self, job: SaveJob, target: Path) -> None:
         with self._speed:
             job.finish()
         self._saved.add(target)
@@ -341,7 +341,7 @@ class Checkpointer:
             self._retiring.look_again(needed)
 
     def _retire(self) -> None:
-        assert isinstance(self._owner, Owner)
+        assert isinstance(self._owner, FolderLease)
         with self._explained():
             self._retiring.retire(self._owner)
 
@@ -359,7 +359,7 @@ class Checkpointer:
         self._background.wait()
 
     @property
-    def running(self) -> Running | None:
+    def running(self) -> SaveInProgress | None:
         """The save that is being written."""
         return self._speed.running
 
@@ -397,7 +397,7 @@ class Checkpointer:
         self.wait()
 
         def note() -> None:
-            if isinstance(self._owner, Owner):
+            if isinstance(self._owner, FolderLease):
                 finished_marker.write(self._disk, self.root, self._owner, step, asked)
 
         with self._explained():
@@ -464,7 +464,7 @@ class Checkpointer:
         `whole`: somebody else reads its other files next. They are verified as well, and stay in memory for that.
         `needs`: a file without which another tool's checkpoint is none.
         """
-        job = resume.Resume(
+        job = resume.ResumeJob(
             self._disk, self.root, self.run, self._state, self._pool, self._ranks,
             strict=self._strict, rng=self._rng, whole=whole, needs=needs, progress=progress, settle=self.wait,
         )  # fmt: skip
@@ -495,11 +495,11 @@ class Checkpointer:
         """The state as this process has it now, by name: references to live tensors."""
         return parts_of(self._state, self._ranks.rank, rng=self._rng)
 
-    def list(self) -> list[Found]:
+    def list(self) -> list[CheckpointInfo]:
         """Every checkpoint in the folder, newest first."""
-        return survey(self.root)
+        return list_checkpoints(self.root)
 
-    def verify(self, step: int, *, progress: Progress | None = None) -> Found:
+    def verify(self, step: int, *, progress: Progress | None = None) -> CheckpointInfo:
         """Read every byte of a checkpoint; InvalidCheckpoint says what is wrong."""
         path = paths.checkpoint(self.root, step)
         with self._explained(), reading(path):

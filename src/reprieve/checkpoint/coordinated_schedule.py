@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from reprieve.checkpoint.schedule import Schedule
 from reprieve.ranks.group import Ranks
-from reprieve.ranks.step_agreement import CommonStep
+from reprieve.ranks.step_agreement import StepAgreement
 from reprieve.ranks.step_protocol import SAVE
 
 
-class Due:
+class CoordinatedSchedule:
     """Steps and epochs are the same on all ranks. Time is not: when it is up on rank 0, one step is agreed on."""
 
     def __init__(self, schedule: Schedule, ranks: Ranks) -> None:
         self._schedule = schedule
         self._ranks = ranks
-        self._common: CommonStep | None = None
+        self._common: StepAgreement | None = None
         self._asked = False
 
     def at(self, step: int, *, epoch_ended: bool) -> bool:
@@ -25,7 +25,7 @@ class Due:
         if self._schedule.interval is None:
             return due
         if self._common is None:
-            self._common = CommonStep(self._ranks, completed=step - 1)
+            self._common = StepAgreement(self._ranks, completed=step - 1)
         if self._ranks.rank == 0 and not self._asked and self._schedule.time_is_up():
             self._common.request(SAVE)
             self._asked = True

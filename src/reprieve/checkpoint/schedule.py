@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-from reprieve.checkpoint.auto_interval import FIRST, Auto
+from reprieve.checkpoint.auto_interval import FIRST, AutoInterval
 from reprieve.clock import Clock, SystemClock
 from reprieve.errors import ConfigError
 from reprieve.units import parse_duration
@@ -24,7 +24,7 @@ class Schedule:
     steps: int | None = None
     interval: timedelta | None = None
     epoch: bool = False
-    auto: Auto | None = None
+    auto: AutoInterval | None = None
     clock: Clock = field(default_factory=SystemClock)
     _made_at: float = field(init=False)
     _saved_at: float = field(init=False)
@@ -53,7 +53,7 @@ class Schedule:
             elif part == "epoch":
                 schedule.epoch = True
             elif part == "auto":
-                schedule.auto = Auto.of_environment()
+                schedule.auto = AutoInterval.of_environment()
                 intervals.append(FIRST)
             elif part != "never":
                 try:

@@ -9,13 +9,13 @@ from reprieve.storage.disk import explain
 from reprieve.storage.uri import local_path
 
 if TYPE_CHECKING:
-    from reprieve.checkpoint.folder.catalog import Found
+    from reprieve.checkpoint.folder.catalog import CheckpointInfo
 
 
-def checkpoints_at(uri: str) -> list[Found]:
+def checkpoints_at(uri: str) -> list[CheckpointInfo]:
     """The checkpoints of a folder, newest first, or the one that is named."""
     from reprieve.checkpoint.folder import paths
-    from reprieve.checkpoint.folder.catalog import look_at, survey
+    from reprieve.checkpoint.folder.catalog import inspect_checkpoint, list_checkpoints
     from reprieve.checkpoint.format.manifest import MANIFEST
 
     path = local_path(uri)
@@ -23,7 +23,7 @@ def checkpoints_at(uri: str) -> list[Found]:
         if not path.is_dir():
             raise ConfigError(f"{path} is not a folder" if path.exists() else f"{path} does not exist")
         if paths.step_of(path) is not None or (path / MANIFEST).exists():
-            return [look_at(path)]
-        return survey(path)
+            return [inspect_checkpoint(path)]
+        return list_checkpoints(path)
     except OSError as error:
         explain(error, path)

@@ -58,9 +58,9 @@ def _existing(folder: Path) -> Path:
 
 
 def _newest_bytes(folder: Path) -> int | None:
-    from reprieve.checkpoint.folder.catalog import survey
+    from reprieve.checkpoint.folder.catalog import list_checkpoints
 
-    found = [one for one in survey(folder) if one.problem is None] if folder.is_dir() else []
+    found = [one for one in list_checkpoints(folder) if one.problem is None] if folder.is_dir() else []
     return found[0].bytes if found else None
 
 

@@ -18,7 +18,7 @@ from reprieve.cli.output import ago, data, print_json, talk
 from reprieve.units import format_size
 
 if TYPE_CHECKING:
-    from reprieve.checkpoint.folder.catalog import Found
+    from reprieve.checkpoint.folder.catalog import CheckpointInfo
 
 
 def arguments(parser: ArgumentParser) -> None:
@@ -54,7 +54,7 @@ def main(args: Namespace) -> int:
     return 0
 
 
-def as_dict(one: Found) -> dict[str, Any]:
+def as_dict(one: CheckpointInfo) -> dict[str, Any]:
     manifest = one.manifest
     return {
         "path": str(one.path),

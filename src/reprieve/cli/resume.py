@@ -14,7 +14,7 @@ from argparse import ArgumentParser, Namespace
 from reprieve.cli.run import launch, start_detached
 from reprieve.errors import ConfigError
 from reprieve.launch.messages import say
-from reprieve.launch.runs.run_record import Record, Runs
+from reprieve.launch.runs.run_record import RunRecord, Runs
 from reprieve.redaction import HIDDEN
 from reprieve.settings import resolve
 
@@ -43,7 +43,7 @@ def main(args: Namespace) -> int:
     return launch(tuple(record.command), resolve(record.settings), name=record.name)
 
 
-def _enter(record: Record) -> None:
+def _enter(record: RunRecord) -> None:
     """This process becomes what the run was started in."""
     try:
         os.chdir(record.folder)

@@ -18,8 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from reprieve.cli.output import ago, data, duration, print_json, talk
-from reprieve.launch.runs.goodput import spent
-from reprieve.launch.runs.run_record import LOST, RUNNING, Record, Runs
+from reprieve.launch.runs.goodput import time_spent
+from reprieve.launch.runs.run_record import LOST, RUNNING, RunRecord, Runs
 
 _COLOURS = {"finished": "green", RUNNING: "green", "failed": "red", "hung": "red", LOST: "red"}
 
@@ -43,7 +43,7 @@ def main(args: Namespace) -> int:
     return 0
 
 
-def as_dict(one: Record) -> dict[str, Any]:
+def as_dict(one: RunRecord) -> dict[str, Any]:
     return {
         "name": one.name,
         "state": one.state_now,
@@ -61,24 +61,24 @@ def as_dict(one: Record) -> dict[str, Any]:
         "checkpoint_step": one.checkpoint_step,
         "checkpoint_at": _iso(one.checkpoint_at),
         "updated": _iso(one.updated),
-        "time": spent(one.attempts, _until(one)).as_dict(),
+        "time": time_spent(one.attempts, _until(one)).as_dict(),
     }
 
 
-def _all(found: list[Record]) -> Table:
+def _all(found: list[RunRecord]) -> Table:
     table = Table(box=None, pad_edge=False)
     for heading in ("run", "state", "step", "done", "left", "checkpoint", "restarts", "goodput"):
         table.add_column(heading, justify="left" if heading in ("run", "state", "checkpoint") else "right")
     for one in found:
         table.add_row(
             one.name, _state(one), str(one.step), "" if one.done is None else f"{one.done:.0%}",
-            _left(one), _checkpoint(one), str(one.restarts), f"{spent(one.attempts, _until(one)).goodput:.0%}",
+            _left(one), _checkpoint(one), str(one.restarts), f"{time_spent(one.attempts, _until(one)).goodput:.0%}",
         )  # fmt: skip
     return table
 
 
-def _one(one: Record) -> Table:
-    time_spent = spent(one.attempts, _until(one))
+def _one(one: RunRecord) -> Table:
+    used = time_spent(one.attempts, _until(one))
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="bold")
     table.add_column()
@@ -88,29 +88,29 @@ def _one(one: Record) -> Table:
         ("step", f"{one.step}" + (f" ({one.done:.0%})" if one.done is not None else "")), ("left", _left(one)),
         ("checkpoint", _checkpoint(one)), ("checkpoints", one.checkpoints or ""),
         ("starts", f"{len(one.attempts)}, {one.restarts} of them after a failure"),
-        ("goodput", f"{time_spent.goodput:.1%} of {duration(time_spent.wall)}"),
+        ("goodput", f"{used.goodput:.1%} of {duration(used.wall)}"),
     ]  # fmt: skip
-    rows += [(f"  lost to {cause}", duration(seconds)) for cause, seconds in time_spent.lost.items()]
+    rows += [(f"  lost to {cause}", duration(seconds)) for cause, seconds in used.lost.items()]
     for key, value in [*rows, ("last words", one.reason)]:
         if value:
             table.add_row(key, value)
     return table
 
 
-def _until(one: Record) -> float:
+def _until(one: RunRecord) -> float:
     """A run whose launcher is gone spends no more time: it was stopped, and nobody has said that it will go on."""
     return time.time() if one.alive else one.updated
 
 
-def _state(one: Record) -> Text:
+def _state(one: RunRecord) -> Text:
     return Text(one.state_now, _COLOURS.get(one.state_now, "yellow"))
 
 
-def _left(one: Record) -> str:
+def _left(one: RunRecord) -> str:
     return duration(one.eta_s) if one.eta_s is not None and one.state_now == RUNNING else ""
 
 
-def _checkpoint(one: Record) -> str:
+def _checkpoint(one: RunRecord) -> str:
     if one.checkpoint_step is None:
         return ""
     when = f", {ago(datetime.fromtimestamp(one.checkpoint_at, timezone.utc))}" if one.checkpoint_at else ""

@@ -21,7 +21,7 @@ from reprieve.cli.output import data, print_json, talk
 from reprieve.errors import InvalidCheckpoint
 
 if TYPE_CHECKING:
-    from reprieve.checkpoint.folder.catalog import Found
+    from reprieve.checkpoint.folder.catalog import CheckpointInfo
 
 
 def arguments(parser: ArgumentParser) -> None:
@@ -47,7 +47,7 @@ def main(args: Namespace) -> int:
     return 0 if all(result["problem"] is None for result in results) else 1
 
 
-def _verify_one(one: Found) -> dict[str, Any] | None:
+def _verify_one(one: CheckpointInfo) -> dict[str, Any] | None:
     """None if it is gone: a run that is training removes what it no longer wants."""
     from reprieve.checkpoint.buffers.block_pool import BlockPool
     from reprieve.checkpoint.folder.retention import reading

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 
 from reprieve.data.base import Enter, Pass
-from reprieve.data.redistribution import Dealing
-from reprieve.data.torch_loader import LoaderPass, LoaderSource
+from reprieve.data.redistribution import SampleRedistribution
+from reprieve.data.torch_loader import TorchLoaderPass, TorchLoaderSource
 
 
 def is_prepared(loader: Any) -> bool:
     return "base_dataloader" in getattr(loader, "__dict__", {})
 
 
-class PreparedSource:
+class AccelerateLoaderSource:
     """One DataLoaderShard, DataLoaderDispatcher or SkipDataLoader."""
 
     def __init__(self, loader: Any) -> None:
@@ -38,15 +38,19 @@ class PreparedSource:
         """Batches of the real loader in one of this."""
         self.wraps = several and not loader._drop_last
         """The last batch is filled up with samples of the first."""
-        self.dealing: Dealing | None = None
+        self.dealing: SampleRedistribution | None = None
         if not loader.__dict__.get("skip_batches"):
             drop_last = several and loader._drop_last
-            self.dealing = Dealing(loader.base_dataloader, self.stride, drop_last=drop_last, dispatched=several)
+            self.dealing = SampleRedistribution(
+                loader.base_dataloader, self.stride, drop_last=drop_last, dispatched=several
+            )
         # Those that count epochs are those that fetch ahead.
-        self.base = LoaderSource(loader.base_dataloader, owner=loader, ahead=self.stride if self.counts_epochs else 0)
+        self.base = TorchLoaderSource(
+            loader.base_dataloader, owner=loader, ahead=self.stride if self.counts_epochs else 0
+        )
 
-    def start(self, saved: Mapping[str, Any] | None, enter: Enter | None) -> PreparedPass:
-        return PreparedPass(self, saved, enter)
+    def start(self, saved: Mapping[str, Any] | None, enter: Enter | None) -> AccelerateLoaderPass:
+        return AccelerateLoaderPass(self, saved, enter)
 
     def state(self) -> dict[str, Any]:
         state = self.base.state()
@@ -63,10 +67,10 @@ class PreparedSource:
         self.base.end_workers()
 
 
-class PreparedPass(Pass):
+class AccelerateLoaderPass(Pass):
     """One pass over it. The pass over the real DataLoader has the position, and calls `enter`."""
 
-    def __init__(self, source: PreparedSource, saved: Mapping[str, Any] | None, enter: Enter | None) -> None:
+    def __init__(self, source: AccelerateLoaderSource, saved: Mapping[str, Any] | None, enter: Enter | None) -> None:
         super().__init__(saved, None)
         self._source = source
         loader = source.loader
@@ -83,7 +87,7 @@ class PreparedPass(Pass):
             inner["consumed"] = self._read(self._yielded) if sought else 0
             if self._dealt is not None:
                 inner["dealt"] = {**self._dealt, "at": 0}
-        self._inner: LoaderPass = source.base.start(inner, enter)
+        self._inner: TorchLoaderPass = source.base.start(inner, enter)
         self._copy = object.__new__(type(loader))
         self._copy.__dict__.update(loader.__dict__)
         self._copy.__dict__["base_dataloader"] = _Base(loader.base_dataloader, self._batches_of_base)

@@ -1,4 +1,4 @@
-"""One pass over the batches of a loader: what `DataSource.start` gives, whatever the loader is.
+"""One pass over the batches of a loader: what `ResumableLoader.start` gives, whatever the loader is.
 
 Batches go out through `__next__`; `mark` says that those so far are consumed; `state` is the position at the last mark.
 """
@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from reprieve.data.redistribution import Dealing
+from reprieve.data.redistribution import SampleRedistribution
 
 Enter = Callable[[], None]
 """Puts the global random numbers to where the interrupted process had them. Called once, before the first fetch."""
@@ -77,10 +77,10 @@ class Pass(ABC):
         self.exhausted = True
 
 
-class Source(Protocol):
-    """Passes over one kind of loader. `DataSource` picks the kind."""
+class BatchSource(Protocol):
+    """Passes over one kind of loader. `ResumableLoader` picks the kind."""
 
-    dealing: Dealing | None
+    dealing: SampleRedistribution | None
     """How it deals out its samples; None: that is not known."""
 
     def start(self, saved: Mapping[str, Any] | None, enter: Enter | None) -> Pass: ...

@@ -1,7 +1,7 @@
 """Thin stand-ins for a dataset, in workers or in the main process.
 
     Answering   a map-style dataset that answers blanks (sampling.py)
-    Followed    an iterable one; `Items` knows where it is, if the dataset or its iterator has a state_dict
+    Followed    an iterable one; `IterableCursor` knows where it is, if the dataset or its iterator has a state_dict
 
 All else that is asked of them is the dataset's.
 """
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from reprieve.data import hf_streams
-from reprieve.data.resumable_sampler import Blank
+from reprieve.data.resumable_sampler import Placeholder
 from reprieve.rng import restore_rng
 
 
@@ -26,7 +26,7 @@ class PositionError(Exception):
         return str(self).rstrip().rpartition("PositionError: ")[2]
 
 
-class StandIn:
+class DatasetProxy:
     """Is taken for the dataset: `isinstance`, attributes read and set (a worker_init_fn does that). Its own attributes
     have names that no dataset has."""
 
@@ -54,11 +54,11 @@ class StandIn:
         return type(self), (self._reprieve_dataset,)
 
 
-class Answering(StandIn):
+class PlaceholderDataset(DatasetProxy):
     """A map-style dataset."""
 
     def __getitem__(self, index: Any) -> Any:
-        return index if isinstance(index, Blank) else self._reprieve_dataset[index]
+        return index if isinstance(index, Placeholder) else self._reprieve_dataset[index]
 
     def __getattr__(self, name: str) -> Any:
         found = super().__getattr__(name)
@@ -66,13 +66,13 @@ class Answering(StandIn):
 
 
 def _blank_or(getitems: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda indices: list(indices) if isinstance(indices, Blank) else getitems(indices)
+    return lambda indices: list(indices) if isinstance(indices, Placeholder) else getitems(indices)
 
 
-class Followed(StandIn):
+class TrackedIterable(DatasetProxy):
     """An iterable dataset."""
 
-    def __init__(self, dataset: Any, items: Items) -> None:
+    def __init__(self, dataset: Any, items: IterableCursor) -> None:
         super().__init__(dataset)
         object.__setattr__(self, "_reprieve_items", items)
 
@@ -84,7 +84,7 @@ class Followed(StandIn):
         return type(self), (self._reprieve_dataset, self._reprieve_items)
 
 
-class Items:
+class IterableCursor:
     """Where an iterable dataset goes on, and where it is. Each worker has a copy."""
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ class _Going:
     def __next__(self) -> Any:
         if self._blank:
             self._blank = False
-            return Blank()
+            return Placeholder()
         if self._ended:
             raise StopIteration
         try:

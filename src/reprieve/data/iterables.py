@@ -18,8 +18,8 @@ from typing import Any
 from reprieve.data import hf_streams
 from reprieve.data.base import Enter, Pass
 from reprieve.data.dataset_proxies import is_stateful
-from reprieve.data.loader_rng import Randomness, restore_global
-from reprieve.data.redistribution import Dealing
+from reprieve.data.loader_rng import LoaderRng, restore_global
+from reprieve.data.redistribution import SampleRedistribution
 from reprieve.data.replay import NO_STATE, read_again
 from reprieve.data.worker_processes import end, noted
 from reprieve.rng import capture_rng
@@ -30,8 +30,8 @@ class IterableSource:
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
-        self.dealing: Dealing | None = None
-        self.rng = Randomness(loader)
+        self.dealing: SampleRedistribution | None = None
+        self.rng = LoaderRng(loader)
         self.own: Mapping[str, Any] | None = None
         self.children: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
 

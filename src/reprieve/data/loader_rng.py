@@ -15,7 +15,7 @@ _GENERATORS = ("generator", "synchronized_generator")
 """`synchronized_generator` is accelerate's."""
 
 
-class Randomness:
+class LoaderRng:
     """All generators of one loader, each once. Looked up anew each time: some samplers make theirs when first used."""
 
     def __init__(self, loader: Any) -> None:

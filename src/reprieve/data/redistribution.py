@@ -25,14 +25,14 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, get_worker_info
 
-from reprieve.data.dataset_proxies import StandIn
+from reprieve.data.dataset_proxies import DatasetProxy
 from reprieve.data.replay import read_again
 
 _KEPT = ("start", "reused", "iteration", "ended")
 _OF_STREAMS = ("dataset", "workers", "last")
 
 
-class Dealing:
+class SampleRedistribution:
     """How a DataLoader deals out its samples. `stride`: so many of its batches make one for the loop; `drop_last`: if
     there are as many. `dispatched`: one rank reads for all."""
 
@@ -157,7 +157,7 @@ class _Sampler:
         return max(len(self._sampler) - self._count, 0)
 
 
-class _Stream(StandIn):
+class _Stream(DatasetProxy):
     """Once: persistent workers iterate it again for the next pass."""
 
     def __init__(self, dataset: Any, dealt: Mapping[str, Any]) -> None:
@@ -177,7 +177,7 @@ class _Stream(StandIn):
         return type(self), (self._reprieve_dataset, self._reprieve_dealt)
 
 
-class _Rest(StandIn):
+class _Rest(DatasetProxy):
     """What a shard finds inside: it begins to iterate only when it is asked for its first sample."""
 
     def __init__(self, dataset: Any, items: Iterator[Any]) -> None:

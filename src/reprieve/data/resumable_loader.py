@@ -1,6 +1,6 @@
 """A loader as something that can be left and entered again: the entrance to this package.
 
-    source = DataSource(loader)               one for each loader, as long as the run lives
+    source = ResumableLoader(loader)               one for each loader, as long as the run lives
     source.restore(source_state)              only after a resume
     for batch in (one := source.start(pass_state)):
         …
@@ -18,24 +18,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from reprieve.data.accelerate_loader import PreparedSource, is_prepared
-from reprieve.data.base import Enter, Pass, Source
+from reprieve.data.accelerate_loader import AccelerateLoaderSource, is_prepared
+from reprieve.data.base import BatchSource, Enter, Pass
 from reprieve.data.dataset_proxies import is_stateful
 from reprieve.data.iterables import IterableSource
-from reprieve.data.torch_loader import LoaderSource, is_plain_loader
+from reprieve.data.torch_loader import TorchLoaderSource, is_plain_loader
 
-__all__ = ["DataSource", "Pass"]
+__all__ = ["Pass", "ResumableLoader"]
 
 
-class DataSource:
+class ResumableLoader:
     """Passes over one loader."""
 
     def __init__(self, loader: Any) -> None:
-        self._source: Source
+        self._source: BatchSource
         if is_prepared(loader) and is_plain_loader(loader.base_dataloader) and not is_stateful(loader.base_dataloader):
-            self._source = PreparedSource(loader)
+            self._source = AccelerateLoaderSource(loader)
         elif not is_prepared(loader) and is_plain_loader(loader) and not is_stateful(loader):
-            self._source = LoaderSource(loader)
+            self._source = TorchLoaderSource(loader)
         else:
             self._source = IterableSource(loader)
 

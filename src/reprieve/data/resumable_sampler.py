@@ -14,11 +14,11 @@ from itertools import chain, islice
 from typing import Any
 
 
-class Blank:
+class Placeholder:
     """In place of an index: the worker that gets it answers at once, with nothing. So the batch behind it goes to the
     worker that it would have gone to. As a batch of indices it has one element, itself."""
 
-    def __iter__(self) -> Iterator[Blank]:
+    def __iter__(self) -> Iterator[Placeholder]:
         yield self
 
     def __len__(self) -> int:
@@ -26,7 +26,7 @@ class Blank:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SkipPlan:
     """What to do before the first index of a pass."""
 
     skip: int = 0
@@ -39,16 +39,16 @@ class Plan:
     """Sets the random numbers that the sampler starts from; None: they are set."""
 
 
-class Indices:
+class ResumableSampler:
     """The sampler (or batch sampler) that a DataLoader sees. `inner` is the user's."""
 
     def __init__(self) -> None:
         self.inner: Any = None
-        self.plan: Plan | None = None
-        self._newest: _Walk | None = None
+        self.plan: SkipPlan | None = None
+        self._newest: _SamplerIterator | None = None
 
-    def __iter__(self) -> _Walk:
-        self._newest = _Walk(self)
+    def __iter__(self) -> _SamplerIterator:
+        self._newest = _SamplerIterator(self)
         return self._newest
 
     def __len__(self) -> int:
@@ -60,14 +60,14 @@ class Indices:
         self._newest.follow_plan()
 
 
-class _Walk:
-    def __init__(self, indices: Indices) -> None:
+class _SamplerIterator:
+    def __init__(self, indices: ResumableSampler) -> None:
         self._indices = indices
         # At once and not at the first index, because torch does it now, and it may draw random numbers.
         self._inner: Iterator[Any] = iter(indices.inner)
         self._blanks = 0
 
-    def __iter__(self) -> _Walk:
+    def __iter__(self) -> _SamplerIterator:
         return self
 
     def __next__(self) -> Any:
@@ -75,7 +75,7 @@ class _Walk:
             self.follow_plan()
         if self._blanks:
             self._blanks -= 1
-            return Blank()
+            return Placeholder()
         return next(self._inner)
 
     def follow_plan(self) -> None:

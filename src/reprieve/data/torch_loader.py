@@ -23,14 +23,20 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from reprieve.data.base import Enter, Pass
-from reprieve.data.dataset_proxies import Answering, Followed, Items, PositionError, is_stateful
+from reprieve.data.dataset_proxies import (
+    IterableCursor,
+    PlaceholderDataset,
+    PositionError,
+    TrackedIterable,
+    is_stateful,
+)
 from reprieve.data.hf_streams import is_stream, why_inexact
-from reprieve.data.loader_rng import Randomness, restore_global
-from reprieve.data.redistribution import Dealing, apart, behind, size_of
+from reprieve.data.loader_rng import LoaderRng, restore_global
+from reprieve.data.redistribution import SampleRedistribution, apart, behind, size_of
 from reprieve.data.replay import NO_STATE, read_again
-from reprieve.data.resumable_sampler import Indices, Plan
+from reprieve.data.resumable_sampler import ResumableSampler, SkipPlan
 from reprieve.data.worker_processes import end, noted
-from reprieve.data.worker_state import Collate, Shipped, Start, Workers
+from reprieve.data.worker_state import Collate, Shipped, Start, WorkerStates
 from reprieve.rng import RngSnapshot, capture_rng, snapshot_rng
 
 log = logging.getLogger("reprieve")
@@ -44,28 +50,28 @@ def is_plain_loader(loader: Any) -> bool:
     return isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
 
 
-class LoaderSource:
+class TorchLoaderSource:
     """One DataLoader. `owner` is the loader that holds it and may hold more generators; that one fetches so many
     batches `ahead` before it gives out the one before (accelerate)."""
 
     def __init__(self, loader: Any, *, owner: Any = None, ahead: int = 0) -> None:
         self.loader = loader
-        self.rng = Randomness(loader if owner is None else owner)
+        self.rng = LoaderRng(loader if owner is None else owner)
         self.ahead = ahead
         self.count: int = loader.num_workers
         self.persistent: bool = self.count > 0 and loader.persistent_workers
         self.iterable = isinstance(loader.dataset, IterableDataset)
-        self.dealing: Dealing | None = Dealing(loader)
-        self.indices = Indices()
-        self.items = Items()
+        self.dealing: SampleRedistribution | None = SampleRedistribution(loader)
+        self.indices = ResumableSampler()
+        self.items = IterableCursor()
         self.made: Mapping[str, Any] | None = None
         """The random numbers before the persistent workers were made."""
-        self.workers = Workers(self.count)
+        self.workers = WorkerStates(self.count)
         self.own: Mapping[str, Any] | None = None
         """The loader's generators as the interrupted process had them."""
         self._iterator: Any = None
         self._children: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
-        self._passes: weakref.WeakSet[LoaderPass] = weakref.WeakSet()
+        self._passes: weakref.WeakSet[TorchLoaderPass] = weakref.WeakSet()
         if self.count and not getattr(loader, "in_order", True):
             log.warning("a DataLoader with in_order=False gives its batches in no fixed order: a resume is not exact")
 
@@ -80,8 +86,8 @@ class LoaderSource:
         """Persistent workers are there."""
         return self._iterator is not None
 
-    def start(self, saved: Mapping[str, Any] | None, enter: Enter | None) -> LoaderPass:
-        one = LoaderPass(self, saved, enter)
+    def start(self, saved: Mapping[str, Any] | None, enter: Enter | None) -> TorchLoaderPass:
+        one = TorchLoaderPass(self, saved, enter)
         self._passes.add(one)
         return one
 
@@ -98,7 +104,7 @@ class LoaderSource:
         self.own = state
         self.rng.restore_own(state)
         self.made = state.get("made")
-        self.workers = Workers(self.count, self.fitting(state.get("workers")))
+        self.workers = WorkerStates(self.count, self.fitting(state.get("workers")))
         if "dataset" in state and self._dataset_remembers:
             self.loader.dataset.load_state_dict(state["dataset"])
 
@@ -113,7 +119,7 @@ class LoaderSource:
         return states or ()
 
     def iterate(
-        self, plan: Plan, states: Sequence[Mapping[str, Any]], position: Any, done: Mapping[str, Any] | None
+        self, plan: SkipPlan, states: Sequence[Mapping[str, Any]], position: Any, done: Mapping[str, Any] | None
     ) -> Iterator[Any]:
         """A new iterator of torch's, over a copy of the loader as it is now. `done`: the samples that come before what
         it deals out."""
@@ -130,9 +136,9 @@ class LoaderSource:
         if self.iterable and not isinstance(loader.dataset, IterDataPipe):
             items = self.items
             items.go_on(position, None)
-            changes["dataset"] = Followed(loader.dataset, items)
+            changes["dataset"] = TrackedIterable(loader.dataset, items)
         elif plan.blanks:
-            changes["dataset"] = Answering(loader.dataset)
+            changes["dataset"] = PlaceholderDataset(loader.dataset)
         if not self.count:
             return iter(_changed(loader, changes))
         changes["collate_fn"] = collate = Collate(loader.collate_fn, items)
@@ -160,10 +166,10 @@ class LoaderSource:
             one.close()
 
 
-class LoaderPass(Pass):
+class TorchLoaderPass(Pass):
     """One pass over it."""
 
-    def __init__(self, source: LoaderSource, saved: Mapping[str, Any] | None, enter: Enter | None) -> None:
+    def __init__(self, source: TorchLoaderSource, saved: Mapping[str, Any] | None, enter: Enter | None) -> None:
         super().__init__(saved, enter)
         self._source = source
         self._batches: Iterator[Any] = iter(())
@@ -171,7 +177,7 @@ class LoaderPass(Pass):
         """The random numbers before torch's iterator was made."""
         self._reused = False
         """The workers were there before the pass."""
-        self._workers = Workers(0)
+        self._workers = WorkerStates(0)
         self._workers_then: list[dict[str, Any]] = []
         self._in_flight = 0
         """How many batches an owner that fetches ahead had not given out at the last mark."""
@@ -246,7 +252,7 @@ class LoaderPass(Pass):
         elif not self._reused:
             source.made = self._start
         if not source.alive:
-            source.workers = Workers(source.count, states)
+            source.workers = WorkerStates(source.count, states)
         self._workers = source.workers
         if source.iterable:
             self._workers_then = saved.get("workers_at_start", self._workers.states())
@@ -263,9 +269,9 @@ class LoaderPass(Pass):
         position, last = saved.get("dataset"), saved.get("last") if states else None
         if not source.iterable:
             blanks = count % source.count if source.count else 0
-            plan = Plan(count, blanks, draw=self._dealt is not None, begin=begin)
+            plan = SkipPlan(count, blanks, draw=self._dealt is not None, begin=begin)
         else:
-            plan = Plan(0, (last + 1) % source.count if last is not None else 0, begin=begin)
+            plan = SkipPlan(0, (last + 1) % source.count if last is not None else 0, begin=begin)
         unknown = source.iterable and position is None and last is None
         done = self._dealt if unknown or not source.iterable else None
         self._batches = source.iterate(plan, states, position, done)

@@ -16,8 +16,8 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
-from reprieve.data.dataset_proxies import Items
-from reprieve.data.resumable_sampler import Blank
+from reprieve.data.dataset_proxies import IterableCursor
+from reprieve.data.resumable_sampler import Placeholder
 from reprieve.rng import RngSnapshot, restore_rng, snapshot_rng
 
 Shipped = tuple[Any, int, bytes | None, bytes | None]
@@ -29,7 +29,7 @@ plain tuple, which it unpickles 15 µs sooner than a named one. `pin_memory` pin
 class Collate:
     """Around the user's `collate_fn`."""
 
-    def __init__(self, users: Callable[[Any], Any], items: Items | None) -> None:
+    def __init__(self, users: Callable[[Any], Any], items: IterableCursor | None) -> None:
         self._users = users
         self._items = items
         self.last: RngSnapshot | None = None
@@ -37,7 +37,9 @@ class Collate:
     def __call__(self, data: Any) -> Shipped:
         info = get_worker_info()
         assert info is not None
-        if isinstance(data, Blank) or (isinstance(data, list) and len(data) == 1 and isinstance(data[0], Blank)):
+        if isinstance(data, Placeholder) or (
+            isinstance(data, list) and len(data) == 1 and isinstance(data[0], Placeholder)
+        ):
             return None, info.id, None, None
         batch = self._users(data)
         rng = None
@@ -53,7 +55,7 @@ class Collate:
 class Start:
     """Around the user's `worker_init_fn`."""
 
-    def __init__(self, users: Callable[[int], None] | None, collate: Collate, items: Items | None) -> None:
+    def __init__(self, users: Callable[[int], None] | None, collate: Collate, items: IterableCursor | None) -> None:
         self._users = users
         self._collate = collate
         self._items = items
@@ -74,7 +76,7 @@ class Start:
         self._collate.last = snapshot_rng()
 
 
-class Workers:
+class WorkerStates:
     """The states of all workers at the last mark."""
 
     def __init__(self, count: int, states: Sequence[Mapping[str, Any]] = ()) -> None:

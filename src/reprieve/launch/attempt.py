@@ -22,10 +22,10 @@ from types import FrameType
 from typing import Any
 
 from reprieve.launch.command import Command
-from reprieve.launch.output_relay import Log, Stream
+from reprieve.launch.output_relay import OutputLog, OutputRelay
 from reprieve.launch.process import Child
-from reprieve.launch.rank_reports import PAUSE, Listener, Seen
-from reprieve.launch.runs.outcome import Ended
+from reprieve.launch.rank_reports import PAUSE, JobStatus, Listener
+from reprieve.launch.runs.outcome import AttemptResult
 
 log = logging.getLogger("reprieve")
 
@@ -81,7 +81,7 @@ def _noted(number: int, frame: FrameType | None) -> None:
 
 
 @dataclass(slots=True)
-class Stop:
+class StopRequest:
     """The run is to end, and go on another time."""
 
     reason: str
@@ -99,27 +99,27 @@ class Attempt:
     environment: Mapping[str, str]
     signals: Signals
     listener: Listener
-    log: Log
+    log: OutputLog
     grace: timedelta | None
     hang: timedelta | None
     on_change: Callable[[Attempt], None]
     """Called whenever something has happened, and every second."""
     output: tuple[int, int] = (1, 2)
     """The descriptors that the command's stdout and stderr are passed on to."""
-    seen: Seen = field(default_factory=Seen)
-    stop: Stop | None = None
+    seen: JobStatus = field(default_factory=JobStatus)
+    stop: StopRequest | None = None
     hung_s: float | None = None
     killed: bool = False
     child: Child = field(init=False)
-    _streams: list[Stream] = field(init=False, default_factory=list)
+    _streams: list[OutputRelay] = field(init=False, default_factory=list)
     _end_by: float | None = field(init=False, default=None)
     """What still runs then is killed."""
     _orphaned: bool = field(init=False, default=False)
     _refused_at: float | None = field(init=False, default=None)
 
-    def run(self) -> Ended:
+    def run(self) -> AttemptResult:
         """Raises OSError where the command cannot be started."""
-        self._streams = [Stream(fd, self.log) for fd in self.output]
+        self._streams = [OutputRelay(fd, self.log) for fd in self.output]
         out, err = (stream.theirs for stream in self._streams)
         try:
             self.child = Child(self.command.argv, self.environment, out, err)
@@ -148,7 +148,7 @@ class Attempt:
             self._told(told)
         assert self.child.code is not None
         stop = self.stop
-        return Ended(
+        return AttemptResult(
             code=self.child.code, seen=self.seen, stop=stop.reason if stop else None,
             paused=stop is not None and stop.paused, killed=self.killed, hung_s=self.hung_s,
         )  # fmt: skip
@@ -159,7 +159,7 @@ class Attempt:
             return
         now = time.monotonic()
         deadline = now + self.grace.total_seconds() if self.grace is not None else None
-        self.stop = Stop(reason, now, deadline, paused)
+        self.stop = StopRequest(reason, now, deadline, paused)
         self._end_by = deadline - _MARGIN_S if deadline is not None else None
         if at_once:
             self._end_by = now

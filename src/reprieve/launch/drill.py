@@ -27,10 +27,10 @@ from reprieve.errors import ReprieveError
 from reprieve.launch.attempt import Attempt, Signals
 from reprieve.launch.command import Command
 from reprieve.launch.import_hook import finder
-from reprieve.launch.output_relay import Log
+from reprieve.launch.output_relay import OutputLog
 from reprieve.launch.process import become_subreaper
-from reprieve.launch.rank_reports import Listener, Seen
-from reprieve.launch.runs.outcome import Ended
+from reprieve.launch.rank_reports import JobStatus, Listener
+from reprieve.launch.runs.outcome import AttemptResult
 from reprieve.progress.report import LAUNCHER
 from reprieve.settings import Settings
 from reprieve.storage.uri import DRILL, for_run, local_path
@@ -125,8 +125,8 @@ class Drill:
             raise _not_started(attempt.seen, ended)
         return attempt.seen.checkpoints
 
-    def _preempt(self, env: Mapping[str, str], report: Report) -> Seen:
-        def far_enough(seen: Seen) -> bool:
+    def _preempt(self, env: Mapping[str, str], report: Report) -> JobStatus:
+        def far_enough(seen: JobStatus) -> bool:
             return bool(seen.ranks) and seen.step >= (seen.resumed or 0) + self.steps
 
         attempt, ended, ended_at = self._until(env, far_enough)
@@ -148,7 +148,7 @@ class Drill:
             report.problems.append("it was told to stop, and saved nothing: see what it said above")
         return seen
 
-    def _start_again(self, env: Mapping[str, str], report: Report, before: Seen) -> None:
+    def _start_again(self, env: Mapping[str, str], report: Report, before: JobStatus) -> None:
         launched = time.monotonic()
         attempt, ended, _ = self._until(env, lambda seen: seen.step > (seen.resumed or 0), then=signal.SIGKILL)
         seen = attempt.seen
@@ -169,8 +169,8 @@ class Drill:
             _compare(report, before, seen)
 
     def _until(
-        self, env: Mapping[str, str], reached: Callable[[Seen], bool], then: int = signal.SIGTERM
-    ) -> tuple[Attempt, Ended, float]:
+        self, env: Mapping[str, str], reached: Callable[[JobStatus], bool], then: int = signal.SIGTERM
+    ) -> tuple[Attempt, AttemptResult, float]:
         """Start it; when that is reached, end it: by a preemption, or at once."""
         begun = time.monotonic()
 
@@ -186,7 +186,7 @@ class Drill:
         try:
             told = {**env, LAUNCHER: str(listener.path)}
             attempt = Attempt(
-                self.command, told, self._signals, listener, Log(None), self.timeout, None, on_change,
+                self.command, told, self._signals, listener, OutputLog(None), self.timeout, None, on_change,
                 output=(2, 2),  # stdout is for the report alone
             )  # fmt: skip
             ended = attempt.run()
@@ -206,10 +206,12 @@ class Drill:
 
     def _copy_newest(self, original: Path, scratch: Path) -> dict[str, str]:
         """What the job would go on from; with what has to be in the environment for that."""
-        from reprieve.checkpoint.folder.catalog import survey
+        from reprieve.checkpoint.folder.catalog import list_checkpoints
 
         found = (
-            [one for one in survey(original) if one.problem is None and not one.set_aside] if original.is_dir() else []
+            [one for one in list_checkpoints(original) if one.problem is None and not one.set_aside]
+            if original.is_dir()
+            else []
         )
         if not found:
             return {}
@@ -230,7 +232,7 @@ _UNPROTECTED = (
 )
 
 
-def _not_started(seen: Seen, ended: Ended) -> DrillFailed:
+def _not_started(seen: JobStatus, ended: AttemptResult) -> DrillFailed:
     """Why the job has not come to its training."""
     if seen.refused is not None:
         return DrillFailed(f"the job does not start: {seen.refused}")
@@ -257,7 +259,7 @@ def _measure(report: Report, attempt: Attempt, ended_at: float) -> None:
     report.bytes = max((int(one.get("bytes") or 0) for one in attempt.seen.saves), default=0)
 
 
-def _compare(report: Report, before: Seen, after: Seen) -> None:
+def _compare(report: Report, before: JobStatus, after: JobStatus) -> None:
     """Is the state after the restart the one at the stop?"""
     for number, rank in sorted(before.ranks.items()):
         saved: dict[str, str] = (rank.stopped or {}).get("fingerprints") or {}

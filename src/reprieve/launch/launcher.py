@@ -22,16 +22,16 @@ from reprieve import redaction
 from reprieve.launch.attempt import STOPS, Attempt, Signals
 from reprieve.launch.command import Command
 from reprieve.launch.import_hook import finder
-from reprieve.launch.messages import last_words, say
-from reprieve.launch.output_relay import Log
-from reprieve.launch.page_cache_warmup import Warming
+from reprieve.launch.messages import exit_message, say
+from reprieve.launch.output_relay import OutputLog
+from reprieve.launch.page_cache_warmup import PageCacheWarmup
 from reprieve.launch.process import become_subreaper
 from reprieve.launch.rank_reports import Listener
 from reprieve.launch.runs import goodput, outcome, run_record
 from reprieve.launch.runs.next_start import NextStart, find_next_start
-from reprieve.launch.runs.outcome import Ended, Outcome
-from reprieve.launch.runs.restart_policy import Again, Restarts
-from reprieve.launch.runs.run_record import Record, RunFolder, Runs, default_name
+from reprieve.launch.runs.outcome import AttemptResult, Outcome
+from reprieve.launch.runs.restart_policy import RestartPolicy, Retry
+from reprieve.launch.runs.run_record import RunFolder, RunRecord, Runs, default_name
 from reprieve.preemption.deadline import NO_LIMIT_S, Grace, grace_period
 from reprieve.progress.report import LAUNCHER
 from reprieve.settings import KINDS, Settings
@@ -55,7 +55,7 @@ class Launcher:
     runs: Runs = field(default_factory=Runs)
     env: Mapping[str, str] = field(default_factory=lambda: os.environ)
     grace: Grace = field(init=False)
-    _record: Record = field(init=False)
+    _record: RunRecord = field(init=False)
     _folder: RunFolder = field(init=False)
     _listener: Listener = field(init=False)
     _written: tuple[str, bool] = ("", False)
@@ -85,14 +85,14 @@ class Launcher:
 
     def _attempts(self, signals: Signals) -> int:
         self._record = self._open_record()
-        restarts = Restarts(self.settings.restarts)
-        output = Log(self._folder.path / "log")
+        restarts = RestartPolicy(self.settings.restarts)
+        output = OutputLog(self._folder.path / "log")
         while True:
             ended = self._attempt(signals, output, first=restarts.used == 0)
             if not ended.again:
                 break
             again = restarts.after_failure(self._record.attempts[-1].to_step)
-            if not isinstance(again, Again):
+            if not isinstance(again, Retry):
                 reason = f"{ended.words}. {again.reason}" if again.reason else ended.words
                 ended = Outcome(ended.state, ended.code, reason)
                 break
@@ -104,19 +104,21 @@ class Launcher:
                 break
         self._change(ended.state, ended.words, ended.code)
         output.close()
-        last_words(ended.words)
+        exit_message(ended.words)
         return ended.code
 
-    def _attempt(self, signals: Signals, output: Log, *, first: bool) -> Outcome:
+    def _attempt(self, signals: Signals, output: OutputLog, *, first: bool) -> Outcome:
         self._announced = None
-        entry = goodput.Attempt(time.time())
+        entry = goodput.AttemptRecord(time.time())
         self._record.attempts.append(entry)
         self._change(run_record.STARTING)
         attempt = Attempt(
             self.command, self._environment(first=first), signals, self._listener, output,
             self.grace.period if self.grace.certain else None, self.settings.hang, self._on_change,
         )  # fmt: skip
-        with Warming(self._record.checkpoints if not (first and self.settings.fresh) else None) as self._warming:
+        with PageCacheWarmup(
+            self._record.checkpoints if not (first and self.settings.fresh) else None
+        ) as self._warming:
             try:
                 ended = attempt.run()
             except OSError as error:
@@ -152,7 +154,7 @@ class Launcher:
 
     # The record
 
-    def _open_record(self) -> Record:
+    def _open_record(self) -> RunRecord:
         kept, left_out = redaction.storable(self.env)
         options = {
             name: KINDS[name].write(getattr(self.settings, name))
@@ -160,7 +162,7 @@ class Launcher:
             if name != "fresh" and self.settings.sources[name].startswith("--")
             and getattr(self.settings, name) is not None
         }  # fmt: skip
-        fresh = Record(
+        fresh = RunRecord(
             self._folder.name, redaction.masked(self.command.words), str(Path.cwd()), options, kept, left_out,
             checkpoints=self.settings.checkpoints,
         )  # fmt: skip
@@ -226,7 +228,7 @@ class Launcher:
                 f"the run record cannot be written: {self._folder.problem}. `reprieve status` will not know of this run"
             )
 
-    def _next_start(self, ended: Ended, *, first: bool) -> NextStart | None:
+    def _next_start(self, ended: AttemptResult, *, first: bool) -> NextStart | None:
         if self._record.checkpoints is None or (ended.code == 0 and ended.stop is None):
             return None
         if self.settings.fresh and first and not ended.seen.ranks:

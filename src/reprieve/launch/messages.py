@@ -13,7 +13,7 @@ def say(text: str) -> None:
         os.write(2, f"reprieve: {text}\n".encode(errors="replace"))
 
 
-def last_words(text: str) -> None:
+def exit_message(text: str) -> None:
     say(text)
     from reprieve.progress.sinks import termination_log
 

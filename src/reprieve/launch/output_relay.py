@@ -21,7 +21,7 @@ _LOG_BYTES = 64 * 2**20
 """Then a new log is begun; one old one is kept."""
 
 
-class Log:
+class OutputLog:
     """The file. One that cannot be written any more is left as it is."""
 
     def __init__(self, path: Path | None) -> None:
@@ -59,10 +59,10 @@ class Log:
             self.problem = f"{error.strerror} ({path})"
 
 
-class Stream:
+class OutputRelay:
     """One of the command's: stdout or stderr."""
 
-    def __init__(self, ours: int, log: Log) -> None:
+    def __init__(self, ours: int, log: OutputLog) -> None:
         """`ours`: the descriptor it goes on to."""
         self._ours = ours
         self._log = log

@@ -14,7 +14,7 @@ _PART = 0.5
 """Of the memory that is free for it."""
 
 
-class Warming:
+class PageCacheWarmup:
     """In the background, from `with` to its end or until `leave_off`."""
 
     def __init__(self, checkpoints: str | None) -> None:
@@ -22,7 +22,7 @@ class Warming:
         self._uri = checkpoints
         self._leave_off = threading.Event()
 
-    def __enter__(self) -> Warming:
+    def __enter__(self) -> PageCacheWarmup:
         if self._uri is not None:
             threading.Thread(target=self._warm, name="reprieve warm-up", daemon=True).start()
         return self
@@ -42,14 +42,14 @@ class Warming:
     def _read_newest(self, uri: str) -> None:
         from reprieve.checkpoint.buffers.available_memory import available_bytes
         from reprieve.checkpoint.buffers.block_pool import BlockPool
-        from reprieve.checkpoint.folder.catalog import survey
+        from reprieve.checkpoint.folder.catalog import list_checkpoints
         from reprieve.checkpoint.folder.retention import reading
         from reprieve.checkpoint.folder.verify import verify
         from reprieve.checkpoint.io.reader import Cache
         from reprieve.errors import InvalidCheckpoint
         from reprieve.storage.uri import local_path
 
-        found = [one for one in survey(local_path(uri)) if one.manifest is not None and one.problem is None]
+        found = [one for one in list_checkpoints(local_path(uri)) if one.manifest is not None and one.problem is None]
         if self._leave_off.is_set() or not found or found[0].bytes > _PART * available_bytes():
             return
         newest = found[0]

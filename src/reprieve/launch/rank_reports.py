@@ -61,7 +61,7 @@ def _has(told: dict[str, Any], *numbers: str) -> bool:
 
 
 @dataclass(slots=True)
-class RankSeen:
+class RankStatus:
     """What one rank has told."""
 
     pid: int
@@ -86,10 +86,10 @@ class RankSeen:
 
 
 @dataclass(slots=True)
-class Seen:
+class JobStatus:
     """What all ranks of one attempt have told."""
 
-    ranks: dict[int, RankSeen] = field(default_factory=dict)
+    ranks: dict[int, RankStatus] = field(default_factory=dict)
     checkpoints: str | None = None
     resumed: int | None = None
     """The step that the attempt went on from; None: from the start, or not known yet."""
@@ -129,7 +129,7 @@ class Seen:
         if event in (report.STEP, report.SAVED) and not _has(told, "step"):
             return
         if event == report.STARTED:
-            self.ranks[rank] = RankSeen(int(told["pid"]), step=int(told.get("resumed") or 0))
+            self.ranks[rank] = RankStatus(int(told["pid"]), step=int(told.get("resumed") or 0))
             self.checkpoints = told.get("checkpoints", self.checkpoints)
             self.resumed = told.get("resumed")
             self.checkpoint = told.get("checkpoint")
@@ -137,7 +137,7 @@ class Seen:
         if event == report.STARTING:
             self.checkpoints = told.get("checkpoints", self.checkpoints)
         if (one := self.ranks.get(rank)) is None:
-            one = self.ranks[rank] = RankSeen(int(told["pid"]))
+            one = self.ranks[rank] = RankStatus(int(told["pid"]))
         one.heard_at = float(told["at"])
         if event == report.RESTORED and isinstance(told.get("fingerprints"), dict) and _has(told, "fingerprint_s"):
             one.fingerprints |= told["fingerprints"]

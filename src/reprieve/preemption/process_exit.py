@@ -16,7 +16,7 @@ import threading
 from types import TracebackType
 from typing import NoReturn
 
-from reprieve.errors import needs_a_person
+from reprieve.errors import is_permanent
 
 log = logging.getLogger("reprieve")
 
@@ -38,7 +38,7 @@ class Preempted(SystemExit):
         self.reason = reason
 
 
-class Ending:
+class ProcessExit:
     """How this process will end."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Ending:
             before = sys.excepthook
 
             def uncaught(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
-                if self._code is None and needs_a_person(error):
+                if self._code is None and is_permanent(error):
                     self._code = REFUSED
                 before(kind, error, at)
 
@@ -105,5 +105,5 @@ def _flush() -> None:
             stream.flush()
 
 
-ending = Ending()
+process_exit = ProcessExit()
 """Of this process."""

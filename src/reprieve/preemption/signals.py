@@ -175,5 +175,5 @@ def _identity(fd: int) -> tuple[int, tuple[int, int]] | None:
     return fd, (found.st_dev, found.st_ino)
 
 
-watch = SignalWatch()
+signal_watch = SignalWatch()
 """The one of this process."""

@@ -20,8 +20,8 @@ from queue import SimpleQueue
 from reprieve.console import ONE_RANK
 from reprieve.errors import ConfigError
 from reprieve.preemption.deadline import Grace
-from reprieve.preemption.notices import Notice, NoticeWatcher, clouds
-from reprieve.preemption.signals import watch
+from reprieve.preemption.notices import Notice, NoticePoller, detect_clouds
+from reprieve.preemption.signals import signal_watch
 
 log = logging.getLogger("reprieve")
 
@@ -31,7 +31,7 @@ ANOTHER_RANK = "a stop request to another rank"
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopRequest:
     """Why and until when."""
 
     reason: str
@@ -48,7 +48,7 @@ class Stop:
         return None if self.deadline is None else self.deadline - time.monotonic()
 
 
-class Guard:
+class StopListener:
     """Listens for reasons to stop, from `start` to `close`. The first counts; later ones can only bring the deadline
     nearer."""
 
@@ -64,19 +64,19 @@ class Guard:
         """`on_stop`: called once, on a thread of the guard, `kill_wait` after the first reason."""
         self.grace = grace
         self.signals = tuple(signal_number(one) for one in signals)
-        self.stop: Stop | None = None
+        self.stop: StopRequest | None = None
         self._on_stop = on_stop
         self._kill_wait = kill_wait
         self._mail: SimpleQueue[str | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="reprieve guard", daemon=True)
         # One process of a machine is enough: the ranks tell each other.
-        watched = clouds(notices) if os.environ.get("LOCAL_RANK", "0") == "0" else ()
-        self._watchers = [NoticeWatcher(cloud, self._noticed) for cloud in watched]
+        watched = detect_clouds(notices) if os.environ.get("LOCAL_RANK", "0") == "0" else ()
+        self._watchers = [NoticePoller(cloud, self._noticed) for cloud in watched]
         self.hears_signals = False
 
     def start(self) -> None:
         self._thread.start()
-        self.hears_signals = watch.listen(self.signals, self._signalled)
+        self.hears_signals = signal_watch.listen(self.signals, self._signalled)
         if not self.hears_signals:
             log.info("signals are heard on the main thread, and this is another: only notices and request() are heard")
         for watcher in self._watchers:
@@ -85,7 +85,7 @@ class Guard:
     def keep(self) -> None:
         """Now and then: see `SignalWatch.keep`."""
         if self.hears_signals:
-            watch.keep()
+            signal_watch.keep()
 
     def request(self, reason: str, *, deadline: float | None = None, number: int | None = None) -> None:
         """The run must stop. From any thread, a signal handler included; returns at once."""
@@ -96,7 +96,7 @@ class Guard:
             deadline = now + self.grace.period.total_seconds()
         if (stop := self.stop) is None:
             # Two threads may both come here: one of two reasons at the same moment is then lost, and nothing else.
-            self.stop = Stop(reason, now, deadline, certain, number)
+            self.stop = StopRequest(reason, now, deadline, certain, number)
             self._mail.put(reason)
         elif given and deadline is not None and (stop.deadline is None or deadline < stop.deadline):
             self.stop = replace(stop, deadline=deadline, certain=True)
@@ -104,12 +104,12 @@ class Guard:
     def call_previous_handler(self) -> None:
         """What was there before us for the signal that came: it has waited until everything was saved."""
         number = self.stop.signal if self.stop is not None else None
-        handler = watch.previous_handler(number) if number is not None else None
+        handler = signal_watch.previous_handler(number) if number is not None else None
         if handler is not None and number is not None and handler is not signal.default_int_handler:
             handler(number, None)
 
     def close(self) -> None:
-        watch.forget(self._signalled)
+        signal_watch.forget(self._signalled)
         self._mail.put(None)
         for watcher in self._watchers:
             watcher.close()

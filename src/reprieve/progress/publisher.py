@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from reprieve.progress.sinks.base import Sink
-from reprieve.progress.sinks.factory import choose
+from reprieve.progress.sinks.factory import make_sinks
 from reprieve.progress.snapshot import Progress
 from reprieve.progress.tracker import Tracker
 from reprieve.settings import Settings, resolve
@@ -45,7 +45,7 @@ class Publisher:
     ) -> Publisher:
         """With the sinks that were asked for. `settings`: as resolved already. `bar`: draw one, if there is a terminal;
         whoever has a bar of its own says no."""
-        return cls(tracker, choose(settings or resolve({}, env), env, bar=bar))
+        return cls(tracker, make_sinks(settings or resolve({}, env), env, bar=bar))
 
     def start(self) -> Publisher:
         for one in self._feeds:

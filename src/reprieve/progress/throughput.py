@@ -56,7 +56,7 @@ class Interruption:
         return self.seconds / self.times * often
 
 
-class Pace:
+class ThroughputMeter:
     """Of one session. Everything but `seconds_per_step` and `rates` belongs to the training thread."""
 
     def __init__(self, now: Callable[[], float], step: int) -> None:

@@ -20,7 +20,7 @@ from reprieve.clock import Clock, SystemClock
 from reprieve.progress.eta import left
 from reprieve.progress.metrics import EVALUATION, TRAIN, by_origin, detached, named, plain
 from reprieve.progress.snapshot import FAILED, FINISHED, STARTING, STOPPED, TRAINING, Checkpoints, Progress
-from reprieve.progress.throughput import Pace
+from reprieve.progress.throughput import ThroughputMeter
 
 
 class Tracker:
@@ -41,7 +41,7 @@ class Tracker:
         step of the save that is being written, and how much of it is; asked from any thread."""
         self._clock = clock or SystemClock()
         self._saving = saving
-        self._pace = Pace(self._clock.monotonic, resumed_from or 0)
+        self._pace = ThroughputMeter(self._clock.monotonic, resumed_from or 0)
         self._resumed_from = resumed_from
         self._restarts = restarts
         self._epoch: float | None = None

@@ -23,7 +23,7 @@ from urllib.parse import quote
 
 from reprieve.errors import StoreLost
 from reprieve.ranks.store import ANSWER_LIMIT
-from reprieve.ranks.timed_calls import Errands
+from reprieve.ranks.timed_calls import TimedCaller
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ class FolderStore:
     def __init__(self, folder: str | os.PathLike[str], *, limit: timedelta = ANSWER_LIMIT) -> None:
         self.folder = Path(folder)
         self._limit = limit
-        self._errands = Errands(f"store in {folder}")
+        self._errands = TimedCaller(f"store in {folder}")
         self._call(lambda: self.folder.mkdir(parents=True, exist_ok=True))
 
     def set(self, key: str, value: bytes) -> None:

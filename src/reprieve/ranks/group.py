@@ -19,7 +19,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
-from reprieve.errors import RankFailed, RanksError, needs_a_person
+from reprieve.errors import RankFailed, RanksError, is_permanent
 from reprieve.failpoints import reached
 from reprieve.ranks.store import Store, prefixed
 
@@ -102,7 +102,7 @@ class Ranks:
                 keys.set(str(self.rank), mine)
         except BaseException as error:
             # The others should know at once. Where they cannot be told, their time runs out.
-            mine = _encode({"failed": self.rank, "reason": _reason(error), "person": needs_a_person(error)})
+            mine = _encode({"failed": self.rank, "reason": _reason(error), "person": is_permanent(error)})
             with contextlib.suppress(RanksError):
                 outcome = keys.put_once("end", mine)
                 keys.add("arrived", 1)

@@ -24,7 +24,17 @@ from reprieve.errors import ConfigError, RankFailed, RanksError, StoreLost
 from reprieve.failpoints import reached
 from reprieve.ranks import step_protocol as protocol
 from reprieve.ranks.group import Ranks
-from reprieve.ranks.step_protocol import SAVE, STOP, Asked, Failure, Operation, Patience, Position, Program, Verdict
+from reprieve.ranks.step_protocol import (
+    SAVE,
+    STOP,
+    AgreementFailure,
+    Operation,
+    Patience,
+    PendingRequest,
+    Program,
+    RankPosition,
+    Verdict,
+)
 from reprieve.ranks.store import Store, prefixed
 
 log = logging.getLogger("reprieve")
@@ -46,7 +56,7 @@ class Request(NamedTuple):
     """How many steps are completed."""
 
 
-class CommonStep:
+class StepAgreement:
     """The ranks of a job, as far as they stop and save together. Every rank makes one, with the same `completed`.
 
     The training thread calls `boundary` after every step, and starts the next only when that returned None. After it
@@ -90,8 +100,8 @@ class CommonStep:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         # The first step is started without asking; where a boundary comes before it, one step more is run.
-        self._position = Position(started=completed + 1)
-        self._failure: Failure | None = None
+        self._position = RankPosition(started=completed + 1)
+        self._failure: AgreementFailure | None = None
         self._closing = False
         self._stop_asked: float | None = None
         self._save_asked = False
@@ -141,12 +151,12 @@ class CommonStep:
             self._position, verdict = self._position.boundary(completed)
         if verdict is Verdict.GO:
             return None
-        if not isinstance(verdict, Asked):
+        if not isinstance(verdict, PendingRequest):
             verdict = self._hold(completed)
-        if isinstance(verdict, Asked):
+        if isinstance(verdict, PendingRequest):
             if verdict.kind == SAVE:
                 self._save_asked = False
-            if isinstance(verdict.outcome, Failure):
+            if isinstance(verdict.outcome, AgreementFailure):
                 raise _error(verdict.outcome, verdict.kind)
             return Request(verdict.kind, completed)
         return None
@@ -177,7 +187,7 @@ class CommonStep:
         self._stores[0].close()  # ends its wait
         watcher.join()
 
-    def __enter__(self) -> CommonStep:
+    def __enter__(self) -> StepAgreement:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -185,7 +195,7 @@ class CommonStep:
 
     # The training thread
 
-    def _hold(self, completed: int) -> Verdict | Asked:
+    def _hold(self, completed: int) -> Verdict | PendingRequest:
         # No limit of its own: the watcher has one, and whatever ends it settles the request.
         with self._changed:
             while True:
@@ -210,7 +220,7 @@ class CommonStep:
                 if not self._run(store, protocol.watch(self._rank, self._world_size, generation)):
                     break
         except Exception as error:  # noqa: BLE001 - whatever it is: the training thread must not wait for a thread that has ended
-            self._fail(Failure(lost=_reason(error)))
+            self._fail(AgreementFailure(lost=_reason(error)))
         finally:
             store.close()
 
@@ -218,7 +228,7 @@ class CommonStep:
         try:
             store.set(f"joined/{self._rank}", b"1")
         except Exception as error:  # noqa: BLE001 - as above
-            self._fail(Failure(lost=_reason(error)))
+            self._fail(AgreementFailure(lost=_reason(error)))
         while (kind := self._mail.get()) is not None:
             if kind == STOP and self._stop_asked is None:
                 self._stop_asked = time.monotonic()
@@ -226,7 +236,7 @@ class CommonStep:
             try:
                 asked = self._run(store, protocol.ask(kind))
             except Exception as error:  # noqa: BLE001 - as above
-                self._fail(Failure(lost=_reason(error)))
+                self._fail(AgreementFailure(lost=_reason(error)))
             if not asked and self._failure is not None:
                 with self._changed:
                     self._position = self._position.refuse(kind, self._failure)
@@ -241,7 +251,7 @@ class CommonStep:
         finally:
             store.close()
 
-    def _fail(self, failure: Failure) -> None:
+    def _fail(self, failure: AgreementFailure) -> None:
         """There is no common step any more. While nobody has asked for one, training is not disturbed."""
         with self._changed:
             first = self._failure is None and not self._closing
@@ -297,7 +307,7 @@ class CommonStep:
                     self._on_stop()
                 return started
             case protocol.Settle(outcome):
-                if isinstance(outcome, Failure):
+                if isinstance(outcome, AgreementFailure):
                     self._fail(outcome)
                 else:
                     with self._changed:
@@ -337,7 +347,7 @@ class CommonStep:
         return protocol.Silent.ABSENT if store.get(f"joined/{rank}") is None else protocol.Silent.JOINED
 
 
-def _error(failure: Failure, kind: str | None = None) -> RanksError:
+def _error(failure: AgreementFailure, kind: str | None = None) -> RanksError:
     if failure.lost:
         return StoreLost(failure.lost)
     during = {STOP: "stopping together", SAVE: "saving together"}.get(kind or "")

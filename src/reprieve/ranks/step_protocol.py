@@ -1,6 +1,6 @@
 """How ranks find one common step: the protocol alone, without threads, clocks or stores.
 
-`Position` is what a rank knows about its own training thread. `watch`, `ask` and `leave` are what its background
+`RankPosition` is what a rank knows about its own training thread. `watch`, `ask` and `leave` are what its background
 threads do; they yield one operation at a time and are given its result, so that `common_step` runs them on a real
 store and the tests run the same code through every interleaving of several ranks. docs/design/common-step.md
 says why it is right.
@@ -28,18 +28,18 @@ SAVE = "save"
 # What a rank knows about its training thread
 
 
-class Failure(NamedTuple):
+class AgreementFailure(NamedTuple):
     """There is no common step: ranks did not answer, or the store is lost."""
 
     missing: tuple[int, ...] = ()
     lost: str = ""
 
 
-class Asked(NamedTuple):
+class PendingRequest(NamedTuple):
     """A request that this rank has been frozen for, and what came of it as soon as that is known."""
 
     kind: str
-    outcome: int | Failure | None = None
+    outcome: int | AgreementFailure | None = None
 
 
 class Verdict(Enum):
@@ -49,13 +49,13 @@ class Verdict(Enum):
     HOLD = "wait until the common step is known"
 
 
-class Position(NamedTuple):
+class RankPosition(NamedTuple):
     """Where the training thread of one rank is. Replaced as a whole, and only under the rank's lock."""
 
     started: int
     """The last step that the training thread may have begun. It never goes back."""
 
-    asked: tuple[Asked, ...] = ()
+    asked: tuple[PendingRequest, ...] = ()
     """What is to be served, in order. Only the last may be undecided. Empty: the thread is not frozen."""
 
     generation: int = 0
@@ -70,37 +70,37 @@ class Position(NamedTuple):
     finished: bool = False
     """The training thread comes to no boundary any more."""
 
-    def boundary(self, completed: int) -> tuple[Position, Verdict | Asked]:
+    def boundary(self, completed: int) -> tuple[RankPosition, Verdict | PendingRequest]:
         """The training thread, after `completed` steps: may it start the next, or what does it do here?"""
         if self.asked:
             first = self.asked[0]
             if first.outcome is None:
                 return self, Verdict.HOLD
-            if isinstance(first.outcome, Failure) or completed >= first.outcome:
+            if isinstance(first.outcome, AgreementFailure) or completed >= first.outcome:
                 return self._replace(asked=self.asked[1:]), first
             # Also while a later request is undecided: its step will not be before this one's.
         started = completed + 1
         if started > self.started:
-            return Position(started, self.asked, self.generation, self.kind, self.over, self.finished), Verdict.GO
+            return RankPosition(started, self.asked, self.generation, self.kind, self.over, self.finished), Verdict.GO
         return self, Verdict.GO
 
-    def freeze(self, kind: str) -> Position:
+    def freeze(self, kind: str) -> RankPosition:
         """A request has come: from now on the training thread starts no step that is not agreed on."""
-        asked = self.asked if self.finished else (*self.asked, Asked(kind))
+        asked = self.asked if self.finished else (*self.asked, PendingRequest(kind))
         return self._replace(asked=asked, generation=self.generation + 1, kind=kind, over=self.over or kind == STOP)
 
-    def settle(self, outcome: int | Failure) -> Position:
+    def settle(self, outcome: int | AgreementFailure) -> RankPosition:
         """What came of the last request is known."""
-        over = self.over or isinstance(outcome, Failure)
+        over = self.over or isinstance(outcome, AgreementFailure)
         if not self.asked or self.asked[-1].outcome is not None:
             return self._replace(over=over)
-        return self._replace(asked=(*self.asked[:-1], Asked(self.asked[-1].kind, outcome)), over=over)
+        return self._replace(asked=(*self.asked[:-1], PendingRequest(self.asked[-1].kind, outcome)), over=over)
 
-    def refuse(self, kind: str, failure: Failure) -> Position:
+    def refuse(self, kind: str, failure: AgreementFailure) -> RankPosition:
         """A request that cannot be passed on: the training thread learns it at its next boundary."""
-        return self._replace(asked=(*self.asked, Asked(kind, failure)), over=True)
+        return self._replace(asked=(*self.asked, PendingRequest(kind, failure)), over=True)
 
-    def finish(self) -> Position:
+    def finish(self) -> RankPosition:
         return self._replace(asked=(), finished=True)
 
 
@@ -167,7 +167,7 @@ class Freeze(NamedTuple):
 class Settle(NamedTuple):
     """On this rank's position, under its lock."""
 
-    outcome: int | Failure
+    outcome: int | AgreementFailure
 
 
 class Current(NamedTuple):
@@ -210,7 +210,7 @@ def watch(rank: int, world_size: int, generation: int) -> Program:
     if outcome is None:
         outcome = yield from _decide(generation, without=range(world_size))
     agreed = isinstance(outcome, int)
-    yield Settle(outcome if agreed else Failure(missing=tuple(outcome)))
+    yield Settle(outcome if agreed else AgreementFailure(missing=tuple(outcome)))
     if agreed and rank == 0 and generation:
         # Every rank has published for this generation, so it has read the end of the one before; or it has left.
         yield Forget(generation - 1)

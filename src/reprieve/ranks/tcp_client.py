@@ -22,10 +22,10 @@ _DAY_S = 86400.0
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 5))
 
 
-class Connection:
+class TcpClient:
     """To `address`; `greet` is spoken on it first."""
 
-    def __init__(self, host: str, port: int, limit: timedelta, greet: Callable[[Connection], None]) -> None:
+    def __init__(self, host: str, port: int, limit: timedelta, greet: Callable[[TcpClient], None]) -> None:
         self._socket: socket.socket | None = None
         self.address = (host, port)
         self._limit_s = limit.total_seconds()

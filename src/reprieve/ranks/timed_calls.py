@@ -22,7 +22,7 @@ T = TypeVar("T")
 _Queue = queue.SimpleQueue[tuple["Future[Any]", Callable[[], Any]] | None]
 
 
-class Errands:
+class TimedCaller:
     """One thread, one call at a time, in order."""
 
     def __init__(self, name: str) -> None:

@@ -26,7 +26,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from reprieve.ranks.store import ANSWER_LIMIT
-from reprieve.ranks.tcp_client import Connection
+from reprieve.ranks.tcp_client import TcpClient
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -53,7 +53,7 @@ class TorchStore:
         self.port = port
         self._limit = limit
         self._server: TCPStore | None = None
-        self._connection = Connection(host, port, limit, _greet)
+        self._connection = TcpClient(host, port, limit, _greet)
         self._connection.open(patient=patient)
 
     @classmethod
@@ -198,7 +198,7 @@ def _version(text: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _greet(connection: Connection) -> None:
+def _greet(connection: TcpClient) -> None:
     nonce = secrets.token_bytes(4)
     connection.send(_verb(_VALIDATE) + struct.pack("=I", _MAGIC) + _verb(_PING) + nonce)
     if connection.receive(4) != nonce:

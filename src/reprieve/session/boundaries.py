@@ -1,9 +1,9 @@
 """Boundaries: the points where a run can stop, and where all ranks agree that it does.
 
-A run comes to one before every fetch of a batch, before and in every evaluation and after every epoch. They are
-counted, alike on all ranks, and `CommonStep` finds one that no rank is beyond. Evaluations may be of different lengths
-on different ranks: batches in them are counted by themselves, and the end of one comes after the last batch of any
-rank. While nothing is asked, a boundary costs a few microseconds.
+A run comes to a boundary before every fetch of a batch, before and in every evaluation and after every epoch. All
+ranks count boundaries alike, and `StepAgreement` finds one that no rank is beyond. Evaluations may have different
+lengths on different ranks: batches in them are counted by themselves, and the end of one comes after the last batch of
+any rank. While nothing is requested, a boundary costs a few microseconds.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from time import monotonic as _now
 
 from reprieve.checkpoint.schedule import Schedule
 from reprieve.errors import RankFailed, RanksError, StoreLost
-from reprieve.preemption.stop_listener import ANOTHER_RANK, Guard
+from reprieve.preemption.stop_listener import ANOTHER_RANK, StopListener
 from reprieve.ranks.group import Ranks
 from reprieve.ranks.liveness import Liveness
-from reprieve.ranks.step_agreement import CommonStep
+from reprieve.ranks.step_agreement import StepAgreement
 from reprieve.ranks.step_protocol import SAVE, STOP
 
 log = logging.getLogger("reprieve")
@@ -35,7 +35,7 @@ class Boundaries:
     def __init__(
         self,
         ranks: Ranks,
-        guard: Guard,
+        guard: StopListener,
         schedule: Schedule,
         on_lost: Callable[[RanksError], object],
         on_look: Callable[[], None],
@@ -55,7 +55,7 @@ class Boundaries:
         self._look_at = 0.0
         self._major = 0
         self._minor = 0
-        self._common = CommonStep(ranks, completed=0, on_lost=on_lost, on_stop=self._another_stops)
+        self._common = StepAgreement(ranks, completed=0, on_lost=on_lost, on_stop=self._another_stops)
         self._dead: RankFailed | None = None
         self._liveness = Liveness(ranks, ranks.limit, self._died)
         self._on_lost = on_lost

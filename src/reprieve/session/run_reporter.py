@@ -17,10 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reprieve.checkpoint.checkpointer import Checkpointer
-from reprieve.checkpoint.folder.catalog import Found
+from reprieve.checkpoint.folder.catalog import CheckpointInfo
 from reprieve.checkpoint.results import Restored, Save
 from reprieve.checkpoint.state.fingerprint import fingerprints
-from reprieve.errors import OwnershipError, RankFailed, needs_a_person
+from reprieve.errors import OwnershipError, RankFailed, is_permanent
 from reprieve.progress import pod, report
 from reprieve.progress.failure_reason import reason
 from reprieve.progress.publisher import Publisher
@@ -35,7 +35,7 @@ Parts = Callable[[], Mapping[str, Any]]
 """The training state in memory, by name. Called only in a drill, which compares it."""
 
 
-class Position(NamedTuple):
+class TrainingProgress(NamedTuple):
     """How far a loop is."""
 
     step: int
@@ -54,7 +54,7 @@ class Position(NamedTuple):
         return min(1.0, self.epoch / self.total_epochs) if self.total_epochs and self.epoch is not None else None
 
 
-class Telling:
+class RunReporter:
     """Of one rank."""
 
     def __init__(self, rank: int, world_size: int, settings: Settings, *, bar: bool) -> None:
@@ -76,7 +76,7 @@ class Telling:
 
     def refused(self, error: BaseException) -> None:
         """The run could not be set up."""
-        if needs_a_person(error):
+        if is_permanent(error):
             # Who only heard of another rank's error tells that one: which of them is heard first is chance.
             cause = error.reason if isinstance(error, RankFailed) else f"{type(error).__name__}: {error}"
             self._reporter.tell(report.REFUSED, error=cause)
@@ -123,7 +123,7 @@ class Telling:
         if in_drill():
             self._reporter.tell(report.RESTORED, **fingerprinted(parts))
 
-    def step(self, at: Position) -> None:
+    def step(self, at: TrainingProgress) -> None:
         """At boundaries, 20 times a second at most. The launcher: the first at once, then a few a second."""
         self.tracker.plan(at.total_steps, at.total_epochs)
         self.tracker.trained_on(at.samples, at.tokens)
@@ -185,7 +185,7 @@ class Telling:
             self._publisher.close()
 
 
-def _valid(checkpointer: Checkpointer) -> list[Found]:
+def _valid(checkpointer: Checkpointer) -> list[CheckpointInfo]:
     return [one for one in checkpointer.list() if one.problem is None]
 
 

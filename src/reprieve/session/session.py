@@ -26,13 +26,13 @@ from reprieve.console import show_logs
 from reprieve.data import worker_signals
 from reprieve.errors import RankFailed, RanksError, ReprieveError, StorageError
 from reprieve.preemption.deadline import grace_period
-from reprieve.preemption.process_exit import Preempted, ending
-from reprieve.preemption.stop_listener import Guard
+from reprieve.preemption.process_exit import Preempted, process_exit
+from reprieve.preemption.stop_listener import StopListener
 from reprieve.progress.snapshot import SAVING
 from reprieve.ranks.group import LIMIT, Ranks
 from reprieve.session.boundaries import Boundaries
-from reprieve.session.run_reporter import Parts, Position, Telling
-from reprieve.session.shutdown import MARGIN_S, Stopping
+from reprieve.session.run_reporter import Parts, RunReporter, TrainingProgress
+from reprieve.session.shutdown import MARGIN_S, GracefulShutdown
 from reprieve.settings import ALL, Settings
 from reprieve.storage.disk import Disk
 from reprieve.storage.uri import for_run
@@ -53,7 +53,7 @@ class Session:
         self,
         settings: Settings,
         *,
-        position: Callable[[], Position],
+        position: Callable[[], TrainingProgress],
         state: Mapping[str, Any],
         parts: Parts | None = None,
         bar: bool = True,
@@ -70,7 +70,7 @@ class Session:
         """`position`: how far the loop is. `state`: what the engine saves of itself. `parts`: what a drill compares;
         default: the engine's state. `bar`: nobody else draws one."""
         assert settings.checkpoints is not None
-        ending.prepare()
+        process_exit.prepare()
         show_logs()
         self.settings = settings
         self.root = for_run(settings.checkpoints)
@@ -86,8 +86,8 @@ class Session:
         self._past_beginning = threading.Event()
         """Something is saved, or ends, that a stop waits for."""
         self._boundaries: Boundaries | None = None
-        self._telling: Telling | None = None
-        self.guard = Guard(
+        self._telling: RunReporter | None = None
+        self.guard = StopListener(
             self._told_to_stop,
             grace=grace_period(grace),
             signals=signals,
@@ -100,7 +100,7 @@ class Session:
         try:
             self.ranks = ranks if ranks is not None else Ranks.detect(parse_duration(rank_timeout))
             show_logs(self.ranks.rank)
-            self._telling = Telling(self.ranks.rank, self.ranks.world_size, settings, bar=bar)
+            self._telling = RunReporter(self.ranks.rank, self.ranks.world_size, settings, bar=bar)
             self.checkpointer = Checkpointer(
                 self.root, every=settings.every, keep=None if settings.keep == ALL else int(settings.keep),
                 run=settings.name, fresh=settings.fresh, ranks=self.ranks, disk=disk, clock=clock,
@@ -112,7 +112,7 @@ class Session:
             )
             if self.guard.stop is not None:
                 self._boundaries.ask_to_stop()
-            self._stopping = Stopping(
+            self._stopping = GracefulShutdown(
                 self.checkpointer, self.ranks, self.guard, self._exit_wait, self._telling, self._parts
             )
         except BaseException as error:
@@ -127,7 +127,7 @@ class Session:
         return self._boundaries
 
     @property
-    def telling(self) -> Telling:
+    def telling(self) -> RunReporter:
         assert self._telling is not None
         return self._telling
 
@@ -242,7 +242,7 @@ class Session:
         stop = self.guard.stop
         if stop is not None and stop.certain and (left := stop.left()) is not None:
             # For the case that no boundary comes before that.
-            ending.within(left - MARGIN_S, why="the grace period is over:", decided=False)
+            process_exit.within(left - MARGIN_S, why="the grace period is over:", decided=False)
         if self._boundaries is not None:
             self._boundaries.ask_to_stop()
         self._end_at_the_beginning()
@@ -258,7 +258,7 @@ class Session:
         if ahead or self._position().step > step:
             return
         log.warning("no step was done since the start: there is nothing to save, and nothing to wait for")
-        ending.within(_LEAVE_S)
+        process_exit.within(_LEAVE_S)
         with contextlib.suppress(ReprieveError):
             if getattr(self, "ranks", None) is not None:
                 self.ranks.agree("end at the beginning", limit=timedelta(seconds=_LEAVE_S / 2))
@@ -270,7 +270,7 @@ class Session:
             self._telling.stopped(step, saved=step > 0, times={"signal": stop.at, "agreed": time.monotonic()})
         with contextlib.suppress(Exception):  # theirs
             self.guard.call_previous_handler()
-        ending.now()
+        process_exit.now()
 
     def _lost_a_rank(self, error: RanksError) -> None:
         """The main thread probably waits for a dead rank in a collective. While nothing but the store is lost, and
@@ -278,7 +278,7 @@ class Session:
         if isinstance(error, RankFailed) and self.guard.stop is None:
             self.telling.failed(error)
         if isinstance(error, RankFailed) or self.guard.stop is not None:
-            ending.within(self._exit_wait.total_seconds(), code=1, why=f"{error};")
+            process_exit.within(self._exit_wait.total_seconds(), code=1, why=f"{error};")
 
     def _close_earlier(self) -> None:
         """In a notebook the same cell may run twice."""

@@ -18,10 +18,10 @@ from typing import Any
 from reprieve.checkpoint.checkpointer import Checkpointer
 from reprieve.console import ONE_RANK
 from reprieve.errors import RanksError, ReprieveError
-from reprieve.preemption.process_exit import Preempted, ending
-from reprieve.preemption.stop_listener import ANOTHER_RANK, Guard, Stop
+from reprieve.preemption.process_exit import Preempted, process_exit
+from reprieve.preemption.stop_listener import ANOTHER_RANK, StopListener, StopRequest
 from reprieve.ranks.group import Ranks
-from reprieve.session.run_reporter import Parts, Telling, fingerprinted, in_drill
+from reprieve.session.run_reporter import Parts, RunReporter, fingerprinted, in_drill
 from reprieve.units import format_size
 
 log = logging.getLogger("reprieve")
@@ -34,16 +34,16 @@ _LOOK_S = 0.25
 """How often a running save is held against the deadline."""
 
 
-class Stopping:
+class GracefulShutdown:
     """Ends this process, as one of all ranks."""
 
     def __init__(
         self,
         checkpointer: Checkpointer,
         ranks: Ranks,
-        guard: Guard,
+        guard: StopListener,
         exit_wait: timedelta,
-        telling: Telling,
+        telling: RunReporter,
         parts: Parts,
     ) -> None:
         self._checkpointer = checkpointer
@@ -68,7 +68,7 @@ class Stopping:
                 self._telling.stopping(stop.reason, step)
             left = stop.left()
             if left is not None and stop.certain:
-                ending.within(left, why="the grace period is over:")
+                process_exit.within(left, why="the grace period is over:")
             plan = self._decide(step, last_saved, left)
             saved = self._carry_out(plan, step, save, stop)
             times["durable"] = time.monotonic()
@@ -84,7 +84,7 @@ class Stopping:
         self._telling.stopped(step, saved=saved, times=times, **state)
         return Preempted(stop.reason)
 
-    def _agree_on_deadline(self, mine: Stop) -> Stop:
+    def _agree_on_deadline(self, mine: StopRequest) -> StopRequest:
         """The earliest of all ranks', less the margin, and the reason of a rank that was stopped from outside."""
 
         def tell() -> dict[str, Any]:
@@ -119,7 +119,7 @@ class Stopping:
         return decision
 
     def _carry_out(
-        self, plan: Mapping[str, Any], step: int, save: Callable[[timedelta | None], object], stop: Stop
+        self, plan: Mapping[str, Any], step: int, save: Callable[[timedelta | None], object], stop: StopRequest
     ) -> bool:
         """Is the step saved, now?"""
         left = stop.left()
@@ -151,7 +151,7 @@ class Stopping:
         log.warning("saved step %d in %.2f s, %.2f s after %s", step, took, time.monotonic() - stop.at, stop.reason)
         return True
 
-    def _leave(self, stop: Stop) -> None:
+    def _leave(self, stop: StopRequest) -> None:
         """No rank ends before all have saved: torchrun kills the others when the first is gone."""
         left = stop.left()
         limit = self._ranks.limit if left is None else timedelta(seconds=max(1.0, left))
@@ -167,7 +167,7 @@ class Stopping:
         left = stop.left()
         if left is not None:
             wait = max(0.0, min(wait, left))
-        ending.within(wait)
+        process_exit.within(wait)
         try:
             self._guard.call_previous_handler()
         except Exception:  # theirs
@@ -177,7 +177,7 @@ class Stopping:
 class _Watching:
     """Looks, while the last save runs, whether it will be in time; says so at once if not."""
 
-    def __init__(self, checkpointer: Checkpointer, step: int, stop: Stop, *, said: bool) -> None:
+    def __init__(self, checkpointer: Checkpointer, step: int, stop: StopRequest, *, said: bool) -> None:
         self._checkpointer = checkpointer
         self._step = step
         self._stop = stop

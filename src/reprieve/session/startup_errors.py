@@ -6,20 +6,20 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-from reprieve.errors import needs_a_person
-from reprieve.preemption.process_exit import ending
+from reprieve.errors import is_permanent
+from reprieve.preemption.process_exit import process_exit
 from reprieve.progress import report
 from reprieve.progress.report import Reporter
 
 
 @contextlib.contextmanager
-def refusing() -> Iterator[None]:
+def reporting_startup_errors() -> Iterator[None]:
     """Around what looks at options."""
-    ending.prepare()
+    process_exit.prepare()
     try:
         yield
     except Exception as error:
-        if needs_a_person(error):
+        if is_permanent(error):
             reporter = Reporter(_number("RANK", 0), _number("WORLD_SIZE", 1))
             reporter.tell(report.REFUSED, error=f"{type(error).__name__}: {error}")
             reporter.close()

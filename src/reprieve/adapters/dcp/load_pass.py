@@ -19,18 +19,18 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 
 from reprieve.adapters.dcp.item_archive import PlainTensor
 from reprieve.adapters.dcp.regions import Box, in_between, targets_of
-from reprieve.adapters.dcp.saved_checkpoint import Saved
+from reprieve.adapters.dcp.saved_checkpoint import SavedCheckpoint
 from reprieve.checkpoint.buffers.block_pool import BlockPool
 from reprieve.checkpoint.folder.foreign.file_reader import FileReader
-from reprieve.checkpoint.io.destinations import HostSink
+from reprieve.checkpoint.io.destinations import HostDestination
 from reprieve.checkpoint.io.reader import Target
 from reprieve.errors import InvalidCheckpoint, StateMismatch
 
 
-class Loading:
+class LoadPass:
     """Reads that are done in one pass."""
 
-    def __init__(self, saved: Saved, planner: LoadPlanner) -> None:
+    def __init__(self, saved: SavedCheckpoint, planner: LoadPlanner) -> None:
         self.held = 0
         """Bytes of memory in between."""
         self._saved = saved
@@ -40,7 +40,7 @@ class Loading:
         self._after: list[Callable[[], None]] = []
         self._to_check: dict[Path, FileReader] = {}
 
-    def __enter__(self) -> Loading:
+    def __enter__(self) -> LoadPass:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -81,7 +81,7 @@ class Loading:
         self.held += length
         if buffer:
             memory = (ctypes.c_char * length).from_buffer(buffer)
-            self._read(item, 0, [Target(0, length, HostSink(ctypes.addressof(memory), memory))])
+            self._read(item, 0, [Target(0, length, HostDestination(ctypes.addressof(memory), memory))])
         self._after.append(partial(self._hand_over, item, buffer))
 
     def _hand_over(self, item: ReadItem, buffer: bytearray) -> None:

@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from reprieve.adapters.dcp.load_pass import Loading
+from reprieve.adapters.dcp.load_pass import LoadPass
 from reprieve.adapters.dcp.save_folder import METADATA
-from reprieve.adapters.dcp.saved_checkpoint import Saved
+from reprieve.adapters.dcp.saved_checkpoint import SavedCheckpoint
 from reprieve.adapters.dcp.writer import is_local, located
 from reprieve.errors import CheckpointError, InvalidCheckpoint
 
@@ -43,7 +43,7 @@ class StorageReader(storage.StorageReader):
         self.path = located(path)
         self.weights_only = weights_only
         self._load_id = str(uuid.uuid4())
-        self._saved: Saved | None = None
+        self._saved: SavedCheckpoint | None = None
 
     # What DCP calls
 
@@ -87,7 +87,7 @@ class StorageReader(storage.StorageReader):
         # In the order of the files, so that several passes read hardly any block twice.
         items = sorted(plan.items, key=place, reverse=True)
         while items:
-            with Loading(saved, planner) as loading:
+            with LoadPass(saved, planner) as loading:
                 while items and loading.held < _HELD_BYTES:
                     loading.add(items.pop())
                 loading.run()
@@ -104,7 +104,7 @@ class StorageReader(storage.StorageReader):
         return is_local(checkpoint_id)
 
     def _read_metadata(self, name: str) -> Metadata:
-        self._saved = Saved(self.path, metadata_name=name, weights_only=self.weights_only)
+        self._saved = SavedCheckpoint(self.path, metadata_name=name, weights_only=self.weights_only)
         metadata = self._saved.metadata
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()

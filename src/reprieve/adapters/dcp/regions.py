@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from reprieve.checkpoint.buffers.block_pool import Block
-from reprieve.checkpoint.io.destinations import tensor_sink
+from reprieve.checkpoint.io.destinations import tensor_destination
 from reprieve.checkpoint.io.reader import Target
 
 _MOST_TARGETS = 1024
@@ -66,7 +66,7 @@ def targets_of(box: Box, into: torch.Tensor) -> list[Target] | None:
         width = math.prod(box.lengths[cut:]) * box.dtype.itemsize
         if cut == 0:
             flat = into.as_strided((into.numel(),), (1,))  # a single element may have any stride
-            targets.append(Target(start, width, tensor_sink(flat)))
+            targets.append(Target(start, width, tensor_destination(flat)))
         else:
             rows = into[at]
             flat = rows.as_strided((rows.shape[0], width // box.dtype.itemsize), (rows.stride(0), 1))

@@ -23,9 +23,9 @@ import re
 from functools import partial
 from pathlib import Path
 
-from reprieve.checkpoint.buffers.thread_pool import Workers
+from reprieve.checkpoint.buffers.thread_pool import ThreadPool
 from reprieve.checkpoint.folder import commit
-from reprieve.checkpoint.folder.catalog import look_at
+from reprieve.checkpoint.folder.catalog import inspect_checkpoint
 from reprieve.checkpoint.format.manifest import MANIFEST, SENTINEL, Manifest, read_manifest
 from reprieve.checkpoint.restore.resume import make_root
 from reprieve.errors import CheckpointError, Fenced, FolderInUse, InvalidCheckpoint
@@ -44,7 +44,7 @@ _locks: dict[Path, int] = {}
 """Locks that this process holds. A save that another rank made fail has nobody to tell us: it stays here until the next
 save to the same place takes it."""
 
-_removals = Workers(1, "reprieve-remove")
+_removals = ThreadPool(1, "reprieve-remove")
 """Of checkpoints that were replaced. An ordinary thread: the interpreter waits for it."""
 
 
@@ -134,7 +134,7 @@ def whole_at(target: Path) -> Path:
     if not target.exists():
         # Without its sentinel it may be whole, or a crash came before its names were durable: the manifest tells.
         if saving(target).is_dir():
-            found = look_at(saving(target))
+            found = inspect_checkpoint(saving(target))
             if found.refused is not None:
                 raise found.refused  # it may be the whole one
             if found.manifest is not None and found.problem is None:

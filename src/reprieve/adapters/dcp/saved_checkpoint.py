@@ -26,7 +26,7 @@ from reprieve.errors import InvalidCheckpoint
 log = logging.getLogger("reprieve")
 
 
-class Saved:
+class SavedCheckpoint:
     """One checkpoint."""
 
     def __init__(self, path: Path, *, metadata_name: str, weights_only: bool) -> None:

@@ -12,21 +12,21 @@ from typing import Any
 
 import torch
 
-from reprieve.adapters.loop.loop_position import OnePass, Place, Standing
+from reprieve.adapters.loop.loop_position import DataPass, LoopPosition, SuspendedPass
 from reprieve.checkpoint.checkpointer import Checkpointer
 from reprieve.errors import ConfigError, StateMismatch
 
 
-class Lending:
+class EvaluationReentry:
     """For one run."""
 
-    def __init__(self, place: Place, checkpointer: Checkpointer) -> None:
+    def __init__(self, place: LoopPosition, checkpointer: Checkpointer) -> None:
         self._place = place
         self._checkpointer = checkpointer
         self.out = False
         """A batch is lent, and `step` was not called for it yet."""
 
-    def lend(self, one: OnePass, position: Mapping[str, Any] | None) -> Iterator[Any]:
+    def lend(self, one: DataPass, position: Mapping[str, Any] | None) -> Iterator[Any]:
         """One batch: the next of the pass or, at its end, any."""
         source = self._place.sources[one.source]
         for start in (position, None):
@@ -37,7 +37,7 @@ class Lending:
             if lent is not None:
                 break
         self.out = True
-        one.going = Standing()
+        one.going = SuspendedPass()
         yield lent
         if self.out:
             raise ConfigError(

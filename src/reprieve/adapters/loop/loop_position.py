@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from reprieve.data.resumable_loader import DataSource, Pass
+from reprieve.data.resumable_loader import Pass, ResumableLoader
 
 log = logging.getLogger("reprieve")
 
 
-class Standing:
+class SuspendedPass:
     """In place of a pass while a batch is lent."""
 
     def mark(self) -> None:
@@ -30,11 +30,11 @@ class Standing:
 
 
 @dataclass(slots=True)
-class OnePass:
+class DataPass:
     """A call of `batches`."""
 
     source: int
-    going: Pass | Standing | None = None
+    going: Pass | SuspendedPass | None = None
     """None: complete, or left."""
     left: dict[str, Any] | None = None
     """Where it was left before its end."""
@@ -45,16 +45,16 @@ class OnePass:
 
 
 @dataclass(slots=True)
-class Place:
+class LoopPosition:
     """Of this process, now."""
 
     steps: int = 0
     epoch: int = 0
     finished: list[int | None] | None = None
     """What was asked for (epochs and steps), once it is done."""
-    passes: list[OnePass] = field(default_factory=list)
+    passes: list[DataPass] = field(default_factory=list)
     """Of this epoch, in the order of the calls."""
-    sources: list[DataSource] = field(default_factory=list)
+    sources: list[ResumableLoader] = field(default_factory=list)
     """In the order in which they were first used."""
     resumed_passes: list[Mapping[str, Any]] = field(default_factory=list)
     """Passes of the interrupted epoch that were not called again yet."""
@@ -62,7 +62,7 @@ class Place:
     _loaders: list[Any] = field(default_factory=list)
 
     @property
-    def going(self) -> list[OnePass]:
+    def going(self) -> list[DataPass]:
         return [one for one in self.passes if one.going is not None]
 
     def source(self, loader: Any) -> int:
@@ -71,7 +71,7 @@ class Place:
             if known is loader:
                 return number
         self._loaders.append(loader)
-        self.sources.append(DataSource(loader))
+        self.sources.append(ResumableLoader(loader))
         number = len(self.sources) - 1
         self.restore_source(number)
         return number

@@ -18,24 +18,24 @@ from typing import Any, TypeVar
 
 import torch
 
-from reprieve.adapters.loop.evaluation_reentry import Lending
-from reprieve.adapters.loop.loop_position import OnePass, Place
+from reprieve.adapters.loop.evaluation_reentry import EvaluationReentry
+from reprieve.adapters.loop.loop_position import DataPass, LoopPosition
 from reprieve.adapters.loop.rollback import Rollback
-from reprieve.adapters.loop.sample_counter import Counting, sizes
-from reprieve.adapters.loop.step_timer import Pace
+from reprieve.adapters.loop.sample_counter import SampleCounter, sizes
+from reprieve.adapters.loop.step_timer import StepTimer
 from reprieve.checkpoint.checkpointer import Checkpointer
 from reprieve.checkpoint.results import Restored
 from reprieve.checkpoint.schedule import Every
 from reprieve.clock import Clock
 from reprieve.errors import ConfigError, StateMismatch
-from reprieve.preemption.process_exit import ending
+from reprieve.preemption.process_exit import process_exit
 from reprieve.progress.snapshot import EVALUATING
 from reprieve.ranks.group import LIMIT, Ranks
 from reprieve.rng import capture_rng, restore_rng
 from reprieve.session import ddp_buckets
-from reprieve.session.run_reporter import Position
+from reprieve.session.run_reporter import TrainingProgress
 from reprieve.session.session import Session
-from reprieve.session.startup_errors import refusing
+from reprieve.session.startup_errors import reporting_startup_errors
 from reprieve.settings import resolve
 from reprieve.storage.disk import Disk
 
@@ -93,14 +93,14 @@ class Run:
         **state: object,
     ) -> None:
         given = {"checkpoints": uri and os.fspath(uri), "every": every, "keep": keep, "name": run, "fresh": fresh}
-        with refusing():
+        with reporting_startup_errors():
             settings = resolve({**given, "kill_wait": kill_wait}, options=False)
             if settings.checkpoints is None:
                 raise ConfigError("where do the checkpoints go? Run('checkpoints', …), or CHECKPOINT_URI")
-        self._place = Place()
+        self._place = LoopPosition()
         self._asked: list[int | None] = [None, None]
         self._metrics: dict[str, Any] = {}
-        self._counting = Counting()
+        self._counting = SampleCounter()
         self._session = session = Session(
             settings, position=self._position, state=state, grace=grace, signals=signals, notices=notices,
             exit_wait=exit_wait, rank_timeout=rank_timeout, ranks=ranks, disk=disk, clock=clock,
@@ -117,7 +117,7 @@ class Run:
             self._first = True
             """The order of DDP's buckets is not known before the first step."""
             self._by_count = self._checkpointer.schedule.by_count
-            self._pace = Pace()
+            self._pace = StepTimer()
             self._rollback = Rollback(modules, session.guard.grace.period)
             self._finishing = self._completing = False
             self._pending = 0
@@ -128,7 +128,7 @@ class Run:
             """The source of the evaluation that is running, and its and the random numbers' state before it."""
             self._tail = False
             """The rest of a loop's body, after `step`, has still to run for the step that was restored."""
-            self._lending = Lending(self._place, self._checkpointer)
+            self._lending = EvaluationReentry(self._place, self._checkpointer)
             self._steps_limit: int | None = None
             self.resumed = self._resume()
             """What the run goes on from; None: from the start."""
@@ -193,7 +193,7 @@ class Run:
         """The batches of one pass over the loader: from the first, or after a resume from where the run was."""
         number = self._place.source(loader)
         saved = self._place.resumed_passes.pop(0) if self._place.resumed_passes else None
-        one = OnePass(number)
+        one = DataPass(number)
         self._place.passes.append(one)
         if saved is not None and saved["state"] is None:
             self._enter(active=False)
@@ -334,7 +334,7 @@ class Run:
         stopped = self._session.stop(lambda within: self._save(background=False, within=within))
         for one in self._place.sources:
             one.end_workers()
-        ending.leave(stopped)
+        process_exit.leave(stopped)
 
     def _give_up_step(self) -> bool:
         """Is there no time to finish the step that is running? Then back to the one before. All ranks decide alike."""
@@ -394,12 +394,14 @@ class Run:
         restore_rng(self._reentry, self._generators)
         return restored
 
-    def _position(self) -> Position:
+    def _position(self) -> TrainingProgress:
         if self._metrics:
             self._session.telling.tracker.metrics(self._metrics)
         epochs, steps = self._asked
         counted = self._counting
-        return Position(self._place.steps, steps, self._place.epochs_done(), epochs, counted.samples, counted.tokens)
+        return TrainingProgress(
+            self._place.steps, steps, self._place.epochs_done(), epochs, counted.samples, counted.tokens
+        )
 
     def _rng(self) -> dict[str, Any]:
         return capture_rng(self._generators)

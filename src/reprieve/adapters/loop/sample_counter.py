@@ -11,7 +11,7 @@ from reprieve.data.accelerate_loader import is_prepared
 from reprieve.errors import ConfigError
 
 
-class Sizes(NamedTuple):
+class BatchSizes(NamedTuple):
     """Of the batches of one pass over a loader, on one rank. 0: nobody knows."""
 
     usual: int = 0
@@ -24,7 +24,7 @@ class Sizes(NamedTuple):
         return self.last if batch == self.batches else self.usual
 
 
-class Counting:
+class SampleCounter:
     """Of this process since its start, for all ranks."""
 
     def __init__(self) -> None:
@@ -42,20 +42,20 @@ class Counting:
             self.tokens += _count("tokens", tokens)
 
 
-def sizes(loader: Any, ranks: int) -> Sizes:
+def sizes(loader: Any, ranks: int) -> BatchSizes:
     """As far as the loader says it. A batch is not looked into: what its first dimension means only the loop knows."""
     if is_prepared(loader):
         size = getattr(loader, "total_batch_size", None)  # of all ranks; accelerate fills the last one up
-        return Sizes(size // ranks) if isinstance(size, int) else Sizes()
+        return BatchSizes(size // ranks) if isinstance(size, int) else BatchSizes()
     if not isinstance(loader, DataLoader) or not isinstance(size := loader.batch_size, int):
-        return Sizes()
+        return BatchSizes()
     try:
         if isinstance(loader.dataset, IterableDataset) or loader.drop_last:
-            return Sizes(size)
+            return BatchSizes(size)
         batches, samples = len(loader), len(loader.sampler)  # type: ignore[arg-type]
     except TypeError:  # a sampler without a length
-        return Sizes(size)
-    return Sizes(size, samples - size * (batches - 1), batches)
+        return BatchSizes(size)
+    return BatchSizes(size, samples - size * (batches - 1), batches)
 
 
 def _count(name: str, value: Any) -> int:

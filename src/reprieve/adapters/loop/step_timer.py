@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 
-class Pace:
+class StepTimer:
     """Of the steps of this process."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from reprieve.adapters.transformers.protection import protection_of
 from reprieve.data import worker_signals
-from reprieve.preemption.signals import watch
+from reprieve.preemption.signals import signal_watch
 from reprieve.preemption.stop_listener import signal_number
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ def protect(trainer: T, **options: Any) -> T:
     protection = protection_of(trainer, options)
     # Before train(): that may be in a thread, and DataLoaders may be used before it.
     signals = [signal_number(one) for one in options.get("signals", (signal.SIGTERM,))]
-    watch.ready(signals)
+    signal_watch.ready(signals)
     worker_signals.shield(signals)
     real = trainer.train  # type: ignore[attr-defined]
     trainer.train = functools.wraps(real)(functools.partial(protection.train, real))  # type: ignore[attr-defined]

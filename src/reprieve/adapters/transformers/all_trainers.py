@@ -14,14 +14,14 @@ from typing import Any
 
 from reprieve.adapters.transformers.patching import given
 from reprieve.data import worker_signals
-from reprieve.preemption.signals import watch
+from reprieve.preemption.signals import signal_watch
 from reprieve.progress.report import PROTECTED, report_process
 from reprieve.storage.uri import DRILL, for_run
 
 
 def protect_all(module: ModuleType) -> None:
     """Every trainer of this process, from its first `train` on. `module`: `transformers.trainer`."""
-    watch.ready([signal.SIGTERM])
+    signal_watch.ready([signal.SIGTERM])
     worker_signals.shield([signal.SIGTERM])
     report_process(PROTECTED)
     real = module.Trainer.train

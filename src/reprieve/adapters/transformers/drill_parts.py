@@ -7,7 +7,7 @@ from typing import Any
 
 from reprieve.adapters.transformers import deepspeed
 from reprieve.adapters.transformers.resume import trainer_snapshot
-from reprieve.adapters.transformers.resume.resumable_dataloader import Seeking
+from reprieve.adapters.transformers.resume.resumable_dataloader import ResumableDataLoader
 from reprieve.checkpoint.state.fingerprint import RANDOM_NUMBERS, parts_of
 from reprieve.checkpoint.state.state import State
 
@@ -16,9 +16,9 @@ _ORDER = ("generators", "seeds", "samplers", "iteration")
 they have read ahead, which is a matter of timing."""
 
 
-def parts(trainer: Any, loader: Seeking, where: Mapping[str, Any]) -> dict[str, Any]:
+def parts(trainer: Any, loader: ResumableDataLoader, where: Mapping[str, Any]) -> dict[str, Any]:
     """The state of a training, as this rank has it in memory. `where`: its place in the epochs."""
-    now = trainer_snapshot.take(trainer)
+    now = trainer_snapshot.capture(trainer)
     random_numbers = now.pop("rng")
     found: dict[str, Any] = {}
     objects = {"scheduler": trainer.lr_scheduler, "scaler": trainer.accelerator.scaler}
@@ -36,7 +36,7 @@ def parts(trainer: Any, loader: Seeking, where: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def data_order(batch: Any, loader: Seeking) -> dict[str, Any]:
+def data_order(batch: Any, loader: ResumableDataLoader) -> dict[str, Any]:
     """The first batch after the restart, or at the stop the one that would have come next. A loader has all of its
     generators only when it was read from: hence this apart from `parts`."""
     found = loader.state()

@@ -18,7 +18,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from reprieve.adapters.transformers import deepspeed
 from reprieve.checkpoint.buffers.block_pool import BlockPool
 from reprieve.checkpoint.folder import paths
-from reprieve.checkpoint.folder.catalog import survey
+from reprieve.checkpoint.folder.catalog import list_checkpoints
 from reprieve.checkpoint.folder.verify import verify
 from reprieve.checkpoint.results import Restored
 from reprieve.errors import ConfigError, InvalidCheckpoint, StateMismatch
@@ -165,7 +165,7 @@ def _newest_near(path: Path) -> Path | None:
     """The newest checkpoint in that folder, or beside it."""
     for folder in (path, path.parent):
         with contextlib.suppress(OSError):
-            for found in survey(folder):
+            for found in list_checkpoints(folder):
                 if found.problem is None and found.path != path:
                     return found.path
     return None

@@ -1,4 +1,4 @@
-"""A trainer that can be stopped: each call of its `train` is a `Training`. Only this instance is changed."""
+"""A trainer that can be stopped: each call of its `train` is a `ProtectedTraining`. Only this instance is changed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from transformers.trainer_callback import TrainerCallback
 
 from reprieve.adapters.transformers import preflight
-from reprieve.adapters.transformers.save.hub_push import Pushing
-from reprieve.adapters.transformers.training import Training
-from reprieve.session.startup_errors import refusing
+from reprieve.adapters.transformers.save.hub_push import HubPusher
+from reprieve.adapters.transformers.training import ProtectedTraining
+from reprieve.session.startup_errors import reporting_startup_errors
 
 log = logging.getLogger("reprieve")
 
@@ -25,8 +25,8 @@ class Protection:
         self._trainer = trainer
         self._options = dict(options)
         self._calls = 0
-        self._pushing = Pushing(trainer)
-        self.training: Training | None = None
+        self._pushing = HubPusher(trainer)
+        self.training: ProtectedTraining | None = None
         """The call that is running."""
         trainer.add_callback(_Events(self))
 
@@ -40,12 +40,12 @@ class Protection:
         if trial is not None:
             log.warning("a trial of a hyperparameter search is not protected: it runs as it always does")
             return real(resume_from_checkpoint, trial, *args, **kwargs)
-        with refusing():
+        with reporting_startup_errors():
             preflight.check(trainer)
             settings, rest = preflight.settings(trainer, self._options, self._calls + 1)
         preflight.remove_rivals(trainer)
         self._calls += 1
-        self.training = Training(trainer, self._pushing, settings, rest)
+        self.training = ProtectedTraining(trainer, self._pushing, settings, rest)
         try:
             return self.training.run(real, resume_from_checkpoint, trial, *args, **kwargs)
         finally:

@@ -22,31 +22,31 @@ from typing import Any
 from reprieve.adapters.transformers import deepspeed, drill_parts, preflight
 from reprieve.adapters.transformers.patching import given, replaced
 from reprieve.adapters.transformers.resume import experiment_trackers, trainer_snapshot
-from reprieve.adapters.transformers.resume.hooks import Resuming
-from reprieve.adapters.transformers.resume.resumable_dataloader import Seeking, sought
-from reprieve.adapters.transformers.save.checkpoint_contents import Contents
-from reprieve.adapters.transformers.save.hub_push import Pushing
-from reprieve.preemption.process_exit import ending
+from reprieve.adapters.transformers.resume.hooks import TrainerResume
+from reprieve.adapters.transformers.resume.resumable_dataloader import ResumableDataLoader, sought
+from reprieve.adapters.transformers.save.checkpoint_contents import CheckpointContents
+from reprieve.adapters.transformers.save.hub_push import HubPusher
+from reprieve.preemption.process_exit import process_exit
 from reprieve.progress.snapshot import EVALUATING
 from reprieve.rng import capture_rng, restore_rng
 from reprieve.session import ddp_buckets
-from reprieve.session.run_reporter import Position, in_drill
+from reprieve.session.run_reporter import TrainingProgress, in_drill
 from reprieve.session.session import Session
 from reprieve.settings import NEVER, Settings
 
 
-class Training:
+class ProtectedTraining:
     """Of one trainer, from the session's beginning to its end."""
 
-    def __init__(self, trainer: Any, pushing: Pushing, settings: Settings, rest: Mapping[str, Any]) -> None:
+    def __init__(self, trainer: Any, pushing: HubPusher, settings: Settings, rest: Mapping[str, Any]) -> None:
         """`rest`: options of the session."""
         self._trainer = trainer
         self._pushing = pushing
-        self._contents = Contents(trainer, trainer._save_checkpoint, pushing)
+        self._contents = CheckpointContents(trainer, trainer._save_checkpoint, pushing)
         self._real: dict[str, Callable[..., Any]] = {}
         """The trainer's own methods, of those that are replaced."""
-        self._loader: Seeking | None = None
-        self._before: trainer_snapshot.Before | None = None
+        self._loader: ResumableDataLoader | None = None
+        self._before: trainer_snapshot.EvaluationSnapshot | None = None
         """The trainer before the evaluation that is running."""
         self._logging = False
         """The loop is at what it does between steps."""
@@ -82,7 +82,7 @@ class Training:
         session = self._session
         together = False
         try:
-            self._resuming = Resuming(self._trainer, session, self._real, asked)
+            self._resuming = TrainerResume(self._trainer, session, self._real, asked)
             self._contents.asked_at = self._resuming.requested_at
             place = self._resuming.place
             with (
@@ -115,7 +115,7 @@ class Training:
     def _hooks(self) -> dict[str, Callable[..., Any]]:
         """What is called in place of methods of the trainer."""
         return {
-            "get_train_dataloader": lambda: Seeking(self._real["get_train_dataloader"]()),
+            "get_train_dataloader": lambda: ResumableDataLoader(self._real["get_train_dataloader"]()),
             "set_initial_training_values": self._set_initial_training_values,
             "_run_epoch": self._run_epoch,
             "get_batch_samples": self._get_batch_samples,
@@ -128,14 +128,14 @@ class Training:
             "get_eval_dataloader": self._get_eval_dataloader,
         }
 
-    def _position(self) -> Position:
+    def _position(self) -> TrainingProgress:
         trainer = self._trainer
         state, args = trainer.state, trainer.args
         step = int(state.global_step)
         in_step = trainer._train_batch_size * args.gradient_accumulation_steps * args.world_size
         # TRL counts tokens always, transformers if it is told to (include_num_input_tokens_seen).
         tokens = getattr(trainer, "_total_train_tokens", 0) or state.num_input_tokens_seen
-        return Position(
+        return TrainingProgress(
             step, state.max_steps, state.epoch, state.num_train_epochs, step * in_step, int(tokens) if tokens else None
         )
 
@@ -144,7 +144,7 @@ class Training:
     def _set_initial_training_values(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Which loader is trained with: callbacks may ask for others."""
         told = given(self._real["set_initial_training_values"], args, kwargs)
-        self._loader = next(one for one in told.values() if isinstance(one, Seeking))
+        self._loader = next(one for one in told.values() if isinstance(one, ResumableDataLoader))
         return self._resuming.initial_training_values(self._loader, *args, **kwargs)
 
     def begun(self) -> None:
@@ -273,7 +273,7 @@ class Training:
         """Each evaluation of a dataset; one of several datasets has others in it."""
         if not self._logging or self._before is not None:
             return self._real["evaluate"](*args, **kwargs)
-        self._before = trainer_snapshot.Before(self._trainer)
+        self._before = trainer_snapshot.EvaluationSnapshot(self._trainer)
         try:
             self._stop_in_evaluation(self._session.boundaries.step)
             with self._session.telling.tracker.pausing(EVALUATING):
@@ -312,7 +312,7 @@ class Training:
         stopped = session.stop(lambda within: self._save(background=False, within=within))
         assert self._loader is not None
         self._loader.end_workers()
-        ending.leave(stopped)
+        process_exit.leave(stopped)
 
     # Saving
 
@@ -379,7 +379,7 @@ class Training:
         trainer, loader = self._trainer, self._loader
         assert loader is not None
         loader.mark()  # here, too: the step may be followed by a save before the next fetch
-        now, requested = trainer_snapshot.take(trainer), self._contents.asked_at == trainer.state.global_step
+        now, requested = trainer_snapshot.capture(trainer), self._contents.asked_at == trainer.state.global_step
         now["flags"]["should_save"] &= not requested  # once it is resumed from, it is done
         return {
             **self._where,

@@ -10,7 +10,7 @@ import torch
 from reprieve.checkpoint.format.layout import FileLayout
 
 
-class SideStreams:
+class CopyStreams:
     """While entered, copies from the layouts' devices go to streams of their own. Falsy where there is no device."""
 
     def __init__(self, layouts: Iterable[FileLayout]) -> None:
@@ -21,7 +21,7 @@ class SideStreams:
     def __bool__(self) -> bool:
         return bool(self._streams)
 
-    def __enter__(self) -> SideStreams:
+    def __enter__(self) -> CopyStreams:
         for stream in self._streams:
             # The optimizer's last kernels may still be queued: the copy must see their result.
             stream.wait_stream(torch.cuda.current_stream(stream.device))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from reprieve.checkpoint.buffers.available_memory import available_bytes
 from reprieve.checkpoint.buffers.block_pool import BLOCK_BYTES, BlockPool
-from reprieve.checkpoint.folder.catalog import Found
+from reprieve.checkpoint.folder.catalog import CheckpointInfo
 from reprieve.checkpoint.folder.retention import Retention
 from reprieve.checkpoint.save.plan import Plan
 from reprieve.errors import StorageFull
@@ -42,7 +42,7 @@ def check_room(root: Path, needed: int, going: int = 0) -> None:
         )
 
 
-def warn_if_tight(root: Path, needed: int, retention: Retention, found: Sequence[Found]) -> bool:
+def warn_if_tight(root: Path, needed: int, retention: Retention, found: Sequence[CheckpointInfo]) -> bool:
     """Say so if `keep` + 1 checkpoints do not fit; was there something to say?"""
     if retention.keep is None:
         return False
@@ -68,7 +68,7 @@ def bytes_on_disk(plan: Plan, *, alone: bool = True) -> int:
     return sum(file.size + PAGE + file.size // BLOCK_BYTES * 64 for file in files) + (4 * PAGE if alone else 0)
 
 
-class StagingRoom:
+class StagingBuffers:
     """Memory for whole copies of the state: made once, block by block, on a thread of its own."""
 
     def __init__(self, pool: BlockPool) -> None:

@@ -16,7 +16,7 @@ _LINGER_S = 0.05
 """How long an idle thread waits for more before it ends: longer than the gap between two blocks of a save."""
 
 
-class Workers:
+class ThreadPool:
     """Up to `count` threads."""
 
     def __init__(self, count: int, name: str) -> None:

@@ -16,7 +16,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from reprieve.checkpoint.folder import paths
-from reprieve.checkpoint.folder.commit import SET_ASIDE
+from reprieve.checkpoint.folder.commit import QUARANTINE_NOTE
 from reprieve.checkpoint.format.manifest import ARCHIVE_MARK, MANIFEST, SENTINEL, Manifest, read_manifest
 from reprieve.errors import InvalidCheckpoint
 from reprieve.storage.disk import DAMAGE
@@ -26,7 +26,7 @@ _TAIL_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class CheckpointInfo:
     """One checkpoint on storage."""
 
     path: Path
@@ -56,7 +56,7 @@ class Found:
         return self.manifest is None and self.problem is None
 
 
-def survey(root: Path) -> list[Found]:
+def list_checkpoints(root: Path) -> list[CheckpointInfo]:
     """Every checkpoint in the folder, newest first, the ones that were set aside at the end."""
     if not root.is_dir():
         return []
@@ -64,10 +64,10 @@ def survey(root: Path) -> list[Found]:
     for path in root.iterdir():
         try:
             if (step := paths.step_of(path)) is not None:
-                found = look_at(path, step)
+                found = inspect_checkpoint(path, step)
                 if found.problem is None or os.path.lexists(path):
                     here.append(found)
-            elif (step := paths.step_of_aside(path)) is not None:
+            elif (step := paths.step_of_quarantined(path)) is not None:
                 aside.append(_set_aside(path, step))
         except FileNotFoundError:
             if os.path.lexists(path):
@@ -79,7 +79,7 @@ def survey(root: Path) -> list[Found]:
     ]
 
 
-def look_at(path: Path, step: int | None = None) -> Found:
+def inspect_checkpoint(path: Path, step: int | None = None) -> CheckpointInfo:
     """One checkpoint, quickly; FileNotFoundError where there is none."""
     step = step if step is not None else paths.step_of(path)
     created = _created(path)
@@ -88,10 +88,10 @@ def look_at(path: Path, step: int | None = None) -> Found:
         size = _bytes(path) if manifest is None else manifest.size
     except OSError as error:
         refused = None if error.errno in DAMAGE else error
-        return Found(path, step or 0, None, f"cannot be read: {error.strerror}", 0, created, refused)
+        return CheckpointInfo(path, step or 0, None, f"cannot be read: {error.strerror}", 0, created, refused)
     if manifest is None:
-        return Found(path, step or 0, None, problem, size, created)
-    return Found(
+        return CheckpointInfo(path, step or 0, None, problem, size, created)
+    return CheckpointInfo(
         path,
         step if step is not None else manifest.step,
         manifest,
@@ -151,12 +151,12 @@ def _check_files(path: Path, manifest: Manifest) -> None:
             raise InvalidCheckpoint(f"{name} has {info.st_size:,} bytes instead of {entry.bytes:,}", path=path)
 
 
-def _set_aside(path: Path, step: int) -> Found:
+def _set_aside(path: Path, step: int) -> CheckpointInfo:
     try:
-        reason = json.loads((path / SET_ASIDE).read_bytes())["reason"]
+        reason = json.loads((path / QUARANTINE_NOTE).read_bytes())["reason"]
     except (OSError, ValueError, KeyError, TypeError):
         reason = "unknown"
-    return Found(path, step, None, f"set aside: {reason}", _bytes(path), _created(path))
+    return CheckpointInfo(path, step, None, f"set aside: {reason}", _bytes(path), _created(path))
 
 
 def _bytes(path: Path) -> int:

@@ -19,14 +19,14 @@ import logging
 from pathlib import Path
 
 from reprieve.checkpoint.folder import paths
-from reprieve.checkpoint.folder.lease import Owner
+from reprieve.checkpoint.folder.lease import FolderLease
 from reprieve.checkpoint.format.manifest import MANIFEST, SENTINEL, Manifest
 from reprieve.errors import CheckpointError
 from reprieve.storage.disk import Disk
 
 log = logging.getLogger("reprieve")
 
-SET_ASIDE = "reprieve-set-aside.json"
+QUARANTINE_NOTE = "reprieve-set-aside.json"
 
 _FILES_MORE = 100
 """How often to look again for files of other ranks. Each rank makes a few, and hears of the failure meanwhile."""
@@ -46,7 +46,7 @@ def commit(
     root: Path,
     folder: Path,
     manifest: Manifest,
-    owner: Owner,
+    owner: FolderLease,
     *,
     replacing: str | None,
     superseding: bool = False,
@@ -65,7 +65,7 @@ def commit(
                     raise CheckpointError(
                         f"{target} appeared while it was being saved: does another program write here?"
                     )
-                set_aside(disk, target, replacing)
+                quarantine(disk, target, replacing)
             disk.rename(folder, target)
         disk.flush_folder(root)
     if superseding:
@@ -123,12 +123,12 @@ def hide(disk: Disk, path: Path) -> Path:
     return doomed
 
 
-def set_aside(disk: Disk, path: Path, reason: str) -> Path:
+def quarantine(disk: Disk, path: Path, reason: str) -> Path:
     """Take a bad checkpoint out of the way without deleting it, and leave the reason in it. The caller flushes."""
-    target = paths.aside(path)
+    target = paths.quarantined(path)
     disk.rename(path, target)
     if target.is_dir():
-        disk.replace_file(target / SET_ASIDE, json.dumps({"reason": reason}).encode() + b"\n")
+        disk.replace_file(target / QUARANTINE_NOTE, json.dumps({"reason": reason}).encode() + b"\n")
     return target
 
 

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from reprieve.checkpoint.folder import paths
-from reprieve.checkpoint.folder.lease import Owner
+from reprieve.checkpoint.folder.lease import FolderLease
 from reprieve.checkpoint.format.manifest import Manifest
 from reprieve.storage.disk import Disk
 
 _NAME = "finished.json"
 
 
-def write(disk: Disk, root: Path, owner: Owner, step: int, asked: Any) -> None:
+def write(disk: Disk, root: Path, owner: FolderLease, step: int, asked: Any) -> None:
     """`asked`: what there was to do, so that a rerun that is asked for more can tell."""
     note = {"run": owner.run, "attempt": owner.attempt, "step": step, "asked": asked}
     with owner.committing():

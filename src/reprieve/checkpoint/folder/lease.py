@@ -38,14 +38,14 @@ from reprieve.storage.disk import Disk
 log = logging.getLogger("reprieve")
 
 HEARTBEAT = timedelta(seconds=5)
-_SILENCE = 3 * HEARTBEAT
+_DEAD_AFTER = 3 * HEARTBEAT
 """A holder on another machine that shows no heartbeat for this long is dead."""
 _COMMIT_WAIT = timedelta(seconds=30)
 _POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnerRecord:
+class LeaseRecord:
     run: str
     attempt: int
     host: str
@@ -58,10 +58,10 @@ class OwnerRecord:
         return f"run {self.run!r}, attempt {self.attempt} (process {self.pid} on {self.host})"
 
 
-class Member:
+class LeaseView:
     """The hold on a folder that rank 0 has for all ranks, as another rank sees it."""
 
-    def __init__(self, folder: Path, record: OwnerRecord) -> None:
+    def __init__(self, folder: Path, record: LeaseRecord) -> None:
         self.record = record
         self._folder = folder
 
@@ -89,10 +89,10 @@ class Member:
         """Not ours to give up."""
 
 
-class Owner(Member):
+class FolderLease(LeaseView):
     """Our hold on a folder."""
 
-    def __init__(self, disk: Disk, folder: Path, record: OwnerRecord, lock: int | None) -> None:
+    def __init__(self, disk: Disk, folder: Path, record: LeaseRecord, lock: int | None) -> None:
         super().__init__(folder, record)
         self._disk = disk
         self._lock = lock
@@ -116,7 +116,7 @@ class Owner(Member):
         try:
             # Without a record of it (somebody holds the commit lock) the next start finds the lock free, all the same.
             with contextlib.suppress(OwnershipError, OSError), self.committing():
-                released = OwnerRecord(**{**asdict(self.record), "released": True})
+                released = LeaseRecord(**{**asdict(self.record), "released": True})
                 # Not flushed: if it is lost, the next start finds the lock free or the heartbeat still.
                 _write_record(self._disk, self._folder, released, flush_folder=False)
         finally:
@@ -143,7 +143,7 @@ class Owner(Member):
             _unlock(lock)
 
 
-def acquire(disk: Disk, root: Path, run: str | None, *, wait: timedelta, clock: Clock) -> Owner:
+def acquire(disk: Disk, root: Path, run: str | None, *, wait: timedelta, clock: Clock) -> FolderLease:
     """Become the owner of `root`. Without a `run`, a dead owner's run is continued and a live one is refused."""
     folder = root / OWNER_FOLDER
     if not folder.is_dir():
@@ -175,7 +175,7 @@ def acquire(disk: Disk, root: Path, run: str | None, *, wait: timedelta, clock: 
         clock.sleep(_POLL_S)
 
 
-def join(root: Path, record: OwnerRecord, *, rank: int, wait: timedelta, clock: Clock) -> Member:
+def join(root: Path, record: LeaseRecord, *, rank: int, wait: timedelta, clock: Clock) -> LeaseView:
     """Take part in the hold of rank 0. Its record is the token that shows that we see the same folder."""
     folder = root / OWNER_FOLDER
     end = clock.monotonic() + wait.total_seconds()
@@ -188,13 +188,13 @@ def join(root: Path, record: OwnerRecord, *, rank: int, wait: timedelta, clock: 
                 "ReadWriteMany claim) or an object store",
             )
         clock.sleep(_POLL_S)
-    return Member(folder, record)
+    return LeaseView(folder, record)
 
 
-def read_record(folder: Path) -> OwnerRecord | None:
+def read_record(folder: Path) -> LeaseRecord | None:
     """The record in an owner folder; None where there is none that can be read."""
     try:
-        return OwnerRecord(**json.loads((folder / "owner.json").read_bytes()))
+        return LeaseRecord(**json.loads((folder / "owner.json").read_bytes()))
     except FileNotFoundError:
         return None
     except (ValueError, TypeError) as error:
@@ -203,9 +203,9 @@ def read_record(folder: Path) -> OwnerRecord | None:
 
 
 def _take_over(
-    disk: Disk, folder: Path, old: OwnerRecord | None, run: str | None, lock: int | None, clock: Clock
-) -> Owner:
-    record = OwnerRecord(
+    disk: Disk, folder: Path, old: LeaseRecord | None, run: str | None, lock: int | None, clock: Clock
+) -> FolderLease:
+    record = LeaseRecord(
         run=run or (old.run if old else uuid.uuid4().hex[:12]),
         attempt=old.attempt + 1 if old else 1,
         host=socket.gethostname(),
@@ -223,16 +223,16 @@ def _take_over(
         if lock is not None:
             _unlock(lock)
         raise
-    return Owner(disk, folder, record, lock)
+    return FolderLease(disk, folder, record, lock)
 
 
-def _alive(folder: Path, record: OwnerRecord, clock: Clock) -> bool:
+def _alive(folder: Path, record: LeaseRecord, clock: Clock) -> bool:
     """Does the owner live, although its lock is free? Its machine may be another one, which our lock does not reach."""
     if record.boot == _boot_id() and folder not in _without_locks:
         return False  # locks on one machine are never wrong
-    log.info("%s may still be alive: watching its heartbeat for %s", record, _SILENCE)
+    log.info("%s may still be alive: watching its heartbeat for %s", record, _DEAD_AFTER)
     seen = _heartbeat(folder)
-    end = clock.monotonic() + _SILENCE.total_seconds()
+    end = clock.monotonic() + _DEAD_AFTER.total_seconds()
     while clock.monotonic() < end:
         clock.sleep(_POLL_S)
         if _heartbeat(folder) != seen:
@@ -247,7 +247,7 @@ def _heartbeat(folder: Path) -> int:
         return 0
 
 
-def _write_record(disk: Disk, folder: Path, record: OwnerRecord, *, flush_folder: bool = True) -> None:
+def _write_record(disk: Disk, folder: Path, record: LeaseRecord, *, flush_folder: bool = True) -> None:
     data = json.dumps(asdict(record), indent=1).encode() + b"\n"
     disk.replace_file(folder / "owner.json", data, flush_folder=flush_folder)
 

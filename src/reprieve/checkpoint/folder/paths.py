@@ -15,7 +15,7 @@ import re
 from pathlib import Path
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-_ASIDE = re.compile(r"checkpoint-(\d+)\.set-aside(?:-\d+)?")
+_QUARANTINED = re.compile(r"checkpoint-(\d+)\.set-aside(?:-\d+)?")
 _LEFTOVER = re.compile(r"\.checkpoint-\d+\.(?:(?:saving|collecting)(?:-\d+)*|deleting|replaced)")
 _REPLACED = re.compile(r"\.(checkpoint-\d+)\.replaced")
 
@@ -49,7 +49,7 @@ def name_before(path: Path) -> Path | None:
     return path.with_name(match[1]) if match else None
 
 
-def aside(path: Path) -> Path:
+def quarantined(path: Path) -> Path:
     """A name that is not taken, to set `path` aside under."""
     number, target = 1, path.with_name(f"{path.name}.set-aside")
     while target.exists():
@@ -64,8 +64,8 @@ def step_of(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def step_of_aside(path: Path) -> int | None:
-    match = _ASIDE.fullmatch(path.name)
+def step_of_quarantined(path: Path) -> int | None:
+    match = _QUARANTINED.fullmatch(path.name)
     return int(match[1]) if match else None
 
 

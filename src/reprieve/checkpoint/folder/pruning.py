@@ -15,8 +15,8 @@ from pathlib import Path
 from reprieve.checkpoint.buffers.block_pool import BlockPool
 from reprieve.checkpoint.buffers.staging import check_room, warn_if_tight
 from reprieve.checkpoint.folder import paths
-from reprieve.checkpoint.folder.catalog import Found, survey
-from reprieve.checkpoint.folder.lease import Owner
+from reprieve.checkpoint.folder.catalog import CheckpointInfo, list_checkpoints
+from reprieve.checkpoint.folder.lease import FolderLease
 from reprieve.checkpoint.folder.retention import Retention, hide_unless_read
 from reprieve.checkpoint.folder.verify import verify
 from reprieve.errors import InvalidCheckpoint
@@ -25,7 +25,7 @@ from reprieve.storage.disk import Disk
 log = logging.getLogger("reprieve")
 
 
-class Retiring:
+class Pruner:
     """What has gone, may go and must stay in one folder."""
 
     def __init__(self, disk: Disk, root: Path, retention: Retention) -> None:
@@ -45,7 +45,7 @@ class Retiring:
 
     def look_around(self, run: str, needed: int) -> None:
         """At start-up: is there room, and what has the run saved before?"""
-        found = survey(self._root)
+        found = list_checkpoints(self._root)
         ours = [one for one in found if one.problem is None and one.manifest and one.manifest.run == run]
         self.newest = ours[0].step if ours else None
         doomed = self._retention.doomed(found, run, ours[0].step) if ours else []
@@ -57,7 +57,7 @@ class Retiring:
         if not self._tight_told:
             self._tight_told = True
             with contextlib.suppress(OSError):  # no reason not to save
-                warn_if_tight(self._root, needed, self._retention, survey(self._root))
+                warn_if_tight(self._root, needed, self._retention, list_checkpoints(self._root))
 
     def saved(self, step: int | None) -> None:
         """It is durable, and was not read back yet."""
@@ -74,11 +74,11 @@ class Retiring:
         finally:
             self._hurry.clear()
 
-    def retire(self, owner: Owner) -> None:
+    def retire(self, owner: FolderLease) -> None:
         """Remove what retention no longer wants, once the newest has been read back and verified."""
         if (newest := self.newest) is None:
             return
-        doomed = self._retention.doomed(survey(self._root), owner.run, newest, self.pinned)
+        doomed = self._retention.doomed(list_checkpoints(self._root), owner.run, newest, self.pinned)
         if (verified := self.verified) is not None:
             # What is older than one that was read back need not wait for the next; that one itself stays until then.
             self._remove([one for one in doomed if one.step < verified], owner)
@@ -88,7 +88,7 @@ class Retiring:
         if newest != verified:
             try:
                 verify(paths.checkpoint(self._root, newest), BlockPool(limit=2), progress=self._give_way)
-            except _Hurry:
+            except _YieldToSave:
                 return  # the save that interrupted us is followed by another pass
             except (InvalidCheckpoint, OSError) as error:
                 log.error("nothing is removed: the newest checkpoint did not pass when read back: %s", error)
@@ -96,7 +96,7 @@ class Retiring:
             self.verified, self._gave_way = newest, False
         self._remove(doomed, owner)
 
-    def _remove(self, doomed: Sequence[Found], owner: Owner) -> None:
+    def _remove(self, doomed: Sequence[CheckpointInfo], owner: FolderLease) -> None:
         for one in doomed:
             with owner.committing():
                 hidden = hide_unless_read(self._disk, one.path)
@@ -110,8 +110,8 @@ class Retiring:
     def _give_way(self, _count: int) -> None:
         if self._hurry.is_set() and not self._gave_way:
             self._gave_way = True
-            raise _Hurry
+            raise _YieldToSave
 
 
-class _Hurry(Exception):
+class _YieldToSave(Exception):
     """Somebody waits for a save: reading back can wait."""

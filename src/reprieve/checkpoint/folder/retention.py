@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reprieve.checkpoint.folder import commit
-from reprieve.checkpoint.folder.catalog import Found
+from reprieve.checkpoint.folder.catalog import CheckpointInfo
 from reprieve.checkpoint.format.manifest import MANIFEST
 from reprieve.errors import ConfigError
 from reprieve.storage.disk import Disk
@@ -41,7 +41,9 @@ class Retention:
         if self.best is not None and (len(self.best) != 2 or self.best[1] not in ("min", "max")):
             raise ConfigError(f'best={self.best!r}: write it like ("eval_loss", "min")')
 
-    def doomed(self, found: Sequence[Found], run: str, saved: int, pinned: Collection[int | None] = ()) -> list[Found]:
+    def doomed(
+        self, found: Sequence[CheckpointInfo], run: str, saved: int, pinned: Collection[int | None] = ()
+    ) -> list[CheckpointInfo]:
         """Those of the run that nothing wants any more, oldest first; never the step that was just saved, nor those
         that are pinned. These count towards `keep`, as a Trainer's best checkpoint does towards `save_total_limit`.
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from reprieve.checkpoint.buffers.block_pool import BlockPool
-from reprieve.checkpoint.folder.catalog import Found, look_at
+from reprieve.checkpoint.folder.catalog import CheckpointInfo, inspect_checkpoint
 from reprieve.checkpoint.folder.foreign import check_foreign
 from reprieve.checkpoint.io.reader import Cache, Reader
 from reprieve.errors import InvalidCheckpoint
@@ -14,10 +14,10 @@ from reprieve.errors import InvalidCheckpoint
 
 def verify(
     path: Path, pool: BlockPool, *, progress: Callable[[int], None] | None = None, cache: Cache = Cache.AVOID
-) -> Found:
+) -> CheckpointInfo:
     """Read every byte of a checkpoint; InvalidCheckpoint names the first thing that is wrong."""
     try:
-        found = look_at(path)
+        found = inspect_checkpoint(path)
     except FileNotFoundError as error:
         raise InvalidCheckpoint("there is no such checkpoint", path=path) from error
     found.check()

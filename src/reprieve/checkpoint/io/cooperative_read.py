@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from reprieve.checkpoint.buffers.block_pool import Block
-from reprieve.checkpoint.buffers.thread_pool import Workers
+from reprieve.checkpoint.buffers.thread_pool import ThreadPool
 from reprieve.checkpoint.io.reader import Span
 from reprieve.errors import InvalidCheckpoint, RankFailed
 from reprieve.ranks.group import Ranks
@@ -30,7 +30,7 @@ _AHEAD = 2
 """Rounds that are loaded or delivered while another one is being exchanged."""
 
 
-class ProcessGroupRead:
+class CooperativeReader:
     """Reads spans together with the neighbouring ranks, over torch.distributed."""
 
     def __init__(self, ranks: Ranks, limit: timedelta) -> None:
@@ -51,7 +51,7 @@ class ProcessGroupRead:
 
     def read(self, spans: Sequence[Span], *, progress: Callable[[int], None] | None) -> None:
         rounds = [spans[at : at + self._size] for at in range(0, len(spans), self._size)]
-        threads = Workers(4, "reprieve-read")
+        threads = ThreadPool(4, "reprieve-read")
         loads: list[Future[None]] = []
         delivered: list[list[Future[None]]] = []
         try:

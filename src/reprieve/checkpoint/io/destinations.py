@@ -8,10 +8,10 @@ import torch
 
 from reprieve.checkpoint.buffers.block_pool import Block
 from reprieve.checkpoint.format.layout import flat_bytes
-from reprieve.checkpoint.io.reader import Sink
+from reprieve.checkpoint.io.reader import Destination
 
 
-class HostSink:
+class HostDestination:
     """Memory of a CPU tensor or storage; `owner` keeps it alive."""
 
     __slots__ = ("address", "owner")
@@ -28,7 +28,7 @@ class HostSink:
         pass
 
 
-class DeviceSink:
+class DeviceDestination:
     """Memory of a GPU, as a flat uint8 tensor."""
 
     __slots__ = ("flat",)
@@ -45,16 +45,16 @@ class DeviceSink:
         torch.cuda.current_stream(self.flat.device).synchronize()
 
 
-def sink_of(storage: torch.UntypedStorage) -> Sink:
+def destination_of(storage: torch.UntypedStorage) -> Destination:
     """The whole of a storage."""
     if storage.device.type == "cpu":
-        return HostSink(storage.data_ptr(), storage)
+        return HostDestination(storage.data_ptr(), storage)
     flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return DeviceSink(flat.set_(storage))
+    return DeviceDestination(flat.set_(storage))
 
 
-def tensor_sink(tensor: torch.Tensor) -> Sink:
+def tensor_destination(tensor: torch.Tensor) -> Destination:
     """The bytes of a contiguous tensor."""
     if tensor.device.type == "cpu":
-        return HostSink(tensor.data_ptr(), tensor)
-    return DeviceSink(flat_bytes(tensor))
+        return HostDestination(tensor.data_ptr(), tensor)
+    return DeviceDestination(flat_bytes(tensor))

@@ -29,7 +29,7 @@ _ZIP_TAIL = 2**16 + 2**10
 """What readers of a zip look through to find its directory: a comment may be 64 KiB long."""
 
 
-class Piece(NamedTuple):
+class WriteRange(NamedTuple):
     """Bytes [start, stop) of a file, written by one rank and hashed as one block. `start` is a whole page."""
 
     start: int
@@ -39,15 +39,15 @@ class Piece(NamedTuple):
 
 
 @dataclass(slots=True)
-class FilePart:
+class FileShare:
     """One file of a save as one rank sees it."""
 
     layout: FileLayout
-    pieces: list[Piece]
+    pieces: list[WriteRange]
     """All of them, in order."""
     rank: int
     """Ours."""
-    mine: list[Piece] = field(init=False, repr=False)
+    mine: list[WriteRange] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.mine = [piece for piece in self.pieces if piece.owner == self.rank]
@@ -68,12 +68,12 @@ class FilePart:
         return self.pieces[-1].owner == self.rank if self.pieces else self.creates
 
 
-def whole(layout: FileLayout, rank: int = 0) -> FilePart:
+def whole(layout: FileLayout, rank: int = 0) -> FileShare:
     """A file that one rank writes alone."""
-    return FilePart(layout, list(_blocks(0, layout.size, rank)), rank)
+    return FileShare(layout, list(_blocks(0, layout.size, rank)), rank)
 
 
-def divide(layouts: Sequence[FileLayout], rank: int, world_size: int) -> list[FilePart]:
+def partition_files(layouts: Sequence[FileLayout], rank: int, world_size: int) -> list[FileShare]:
     """The parts of a save's files. Those that every rank has come out the same on every rank."""
     with collection_paused():
         shares: dict[int, list[Share]] = {number: [] for number, layout in enumerate(layouts) if layout.by_all}
@@ -88,7 +88,7 @@ def divide(layouts: Sequence[FileLayout], rank: int, world_size: int) -> list[Fi
         ]
 
 
-def blocks_needed(parts: Sequence[FilePart]) -> int:
+def blocks_needed(parts: Sequence[FileShare]) -> int:
     """Blocks of memory that hold all that one rank writes, but for what is late."""
     count, used = 0, BLOCK_BYTES
     for part in parts:
@@ -114,10 +114,10 @@ class _Run:
     holders: Sequence[int]
 
 
-def _part(layout: FileLayout, shares: list[Share], rank: int) -> FilePart:
+def _part(layout: FileLayout, shares: list[Share], rank: int) -> FileShare:
     shares = _joined(shares)
     apart = _set_apart(layout, shares)
-    pieces: list[Piece] = []
+    pieces: list[WriteRange] = []
     number = 0
     for start, stop, owner in shares:
         at = start
@@ -130,7 +130,7 @@ def _part(layout: FileLayout, shares: list[Share], rank: int) -> FilePart:
                 break
             number += 1
         pieces += _blocks(at, stop, owner)
-    return FilePart(layout, pieces, rank)
+    return FileShare(layout, pieces, rank)
 
 
 def _runs(layout: FileLayout, world_size: int) -> list[_Run]:
@@ -239,9 +239,9 @@ def _mark(apart: list[tuple[int, int, bool]], start: int, stop: int, *, late: bo
         apart.append((first, last, late))
 
 
-def _blocks(start: int, stop: int, owner: int, *, late: bool = False) -> Iterator[Piece]:
+def _blocks(start: int, stop: int, owner: int, *, late: bool = False) -> Iterator[WriteRange]:
     for first in range(start, stop, BLOCK_BYTES):
-        yield Piece(first, min(first + BLOCK_BYTES, stop), owner, late)
+        yield WriteRange(first, min(first + BLOCK_BYTES, stop), owner, late)
 
 
 def _page_up(offset: int) -> int:

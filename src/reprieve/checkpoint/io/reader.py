@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from reprieve.checkpoint.buffers.block_pool import BLOCK_BYTES, RING_BLOCKS, Block, BlockPool
-from reprieve.checkpoint.buffers.thread_pool import Workers
+from reprieve.checkpoint.buffers.thread_pool import ThreadPool
 from reprieve.checkpoint.format.checksum import BlockHash
 from reprieve.checkpoint.format.manifest import FileEntry
 from reprieve.errors import InvalidCheckpoint
@@ -38,7 +38,7 @@ class Cache(Enum):
     FILL = "read through it, so that the next one finds it there"
 
 
-class Sink(Protocol):
+class Destination(Protocol):
     """Where bytes go."""
 
     asynchronous: bool
@@ -57,7 +57,7 @@ class Target:
 
     offset: int
     length: int
-    sink: Sink
+    sink: Destination
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Span:
         return self.file.edges[self.last] - self.start
 
 
-class ReadTogether(Protocol):
+class CooperativeRead(Protocol):
     """Ranks that each read a part of the same spans and give each other the rest."""
 
     def read(self, spans: Sequence[Span], *, progress: Callable[[int], None] | None) -> None:
@@ -150,7 +150,7 @@ class CheckpointFile:
     def deliver(self, span: Span, block: Block, *, verified: bool = False) -> None:
         """Check the blocks and hand their bytes to the targets, a stride at a time while it is in the cache."""
         base = span.start
-        started: list[Sink] = []
+        started: list[Destination] = []
         try:
             self._put(block, base, base, base + span.length, started)
             for index in range(span.first, span.last):
@@ -166,7 +166,7 @@ class CheckpointFile:
             for sink in started:
                 sink.finish()
 
-    def _put(self, block: Block, base: int, start: int, stop: int, started: list[Sink] | None = None) -> None:
+    def _put(self, block: Block, base: int, start: int, stop: int, started: list[Destination] | None = None) -> None:
         """Hand bytes [start, stop) of the file to the targets; with `started` to the asynchronous ones, which are added
         to it, without to the others."""
         for target in islice(self.targets, bisect_right(self._reach, start), None):
@@ -290,7 +290,7 @@ class Reader:
             self._kept[(file.name, index)] = block
         return block, keep
 
-    def run(self, *, together: ReadTogether | None = None, progress: Callable[[int], None] | None = None) -> None:
+    def run(self, *, together: CooperativeRead | None = None, progress: Callable[[int], None] | None = None) -> None:
         """Read every opened file. Raises the first InvalidCheckpoint; targets may then hold anything.
 
         Files that are marked as shared are read together with the other ranks.
@@ -336,7 +336,7 @@ class Reader:
         for file in files:
             without = {index for name, index in kept if name == file.name}
             work += [partial(one, span) for span in file.spans(without)]
-        threads = Workers(READERS, "reprieve-read")
+        threads = ThreadPool(READERS, "reprieve-read")
         try:
             for done in [threads.submit(item) for item in work]:
                 done.result()

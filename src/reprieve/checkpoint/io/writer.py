@@ -22,12 +22,12 @@ from functools import partial
 from pathlib import Path
 
 from reprieve.checkpoint.buffers.block_pool import BLOCK_BYTES, Block, BlockPool
-from reprieve.checkpoint.buffers.cuda_streams import SideStreams
-from reprieve.checkpoint.buffers.thread_pool import Workers
+from reprieve.checkpoint.buffers.cuda_streams import CopyStreams
+from reprieve.checkpoint.buffers.thread_pool import ThreadPool
 from reprieve.checkpoint.format.checksum import BlockHash, combined_crc, crc32
 from reprieve.checkpoint.format.layout import Deferred, FileLayout, Segment
 from reprieve.checkpoint.format.manifest import FileEntry
-from reprieve.checkpoint.io.partition import FilePart, Piece, whole
+from reprieve.checkpoint.io.partition import FileShare, WriteRange, whole
 from reprieve.storage.disk import PAGE, Disk, OpenFile
 
 WRITERS = 4
@@ -44,37 +44,37 @@ Received = Mapping[str, Sequence[tuple[int, bytes]]]
 
 
 @dataclass(slots=True, eq=False)
-class _Load:
+class _BlockBatch:
     """A block and the pieces in it, on their way to the disk."""
 
     block: Block
-    slots: list[_Slot] = field(default_factory=list)
+    slots: list[_Placement] = field(default_factory=list)
     used: int = 0
 
-    def place(self, file: _File, piece: Piece) -> _Slot | None:
+    def place(self, file: _File, piece: WriteRange) -> _Placement | None:
         """A place for the piece at the next page; None if it does not fit."""
         if self.used + piece.stop - piece.start > BLOCK_BYTES:
             return None
-        slot = _Slot(file, piece, self, self.used)
+        slot = _Placement(file, piece, self, self.used)
         self.slots.append(slot)
         self.used = -(-(self.used + piece.stop - piece.start) // PAGE) * PAGE
         return slot
 
 
 @dataclass(slots=True, eq=False)
-class _Slot:
+class _Placement:
     """Where a piece of a file is in a block."""
 
     file: _File
-    piece: Piece
-    load: _Load
+    piece: WriteRange
+    load: _BlockBatch
     at: int
 
 
 class _File:
     """One file on its way to the disk."""
 
-    def __init__(self, part: FilePart) -> None:
+    def __init__(self, part: FileShare) -> None:
         self.part = part
         self.layout = part.layout
         self.file: OpenFile | None = None
@@ -88,7 +88,7 @@ class _File:
         self._offsets = [segment.offset for segment in self.layout.segments]
         self._rendered: tuple[int, bytes] = (-1, b"")
 
-    def fill(self, slot: _Slot, start: int, stop: int) -> None:
+    def fill(self, slot: _Placement, start: int, stop: int) -> None:
         """Bytes [start, stop) of the file, as far as this rank has them in its memory."""
         rank, shift = self.part.rank, slot.at - slot.piece.start
         for segment, first, last in self._overlapping(start, stop):
@@ -96,7 +96,7 @@ class _File:
                 assert segment.source is not None
                 segment.source.copy(slot.load.block, segment.offset + first + shift, first, last)
 
-    def seal(self, slot: _Slot, start: int, stop: int, digest: BlockHash | None) -> None:
+    def seal(self, slot: _Placement, start: int, stop: int, digest: BlockHash | None) -> None:
         """The rest of these bytes, and their checksums. Called in the order of the file."""
         view, shift = slot.load.block.view, slot.at - slot.piece.start
         for segment, first, last in self._overlapping(start, stop):
@@ -112,7 +112,7 @@ class _File:
         if digest is not None:
             digest.update(view[start + shift : stop + shift])
 
-    def seal_late(self, slot: _Slot) -> None:
+    def seal_late(self, slot: _Placement) -> None:
         view, shift = slot.load.block.view, slot.at - slot.piece.start
         for segment, first, last in self._overlapping(slot.piece.start, slot.piece.stop):
             if isinstance(segment, Deferred):
@@ -171,22 +171,22 @@ class Writer:
         disk: Disk,
         pool: BlockPool,
         folder: Path,
-        files: Sequence[FileLayout | FilePart],
+        files: Sequence[FileLayout | FileShare],
         *,
         progress: Callable[[int], None] | None = None,
     ) -> None:
         self._disk = disk
         self._pool = pool
         self._folder = folder
-        self._files = [_File(file if isinstance(file, FilePart) else whole(file)) for file in files]
+        self._files = [_File(file if isinstance(file, FileShare) else whole(file)) for file in files]
         self._progress = progress
         self._failed = threading.Event()
-        self._threads = Workers(WRITERS, "reprieve-write")
+        self._threads = ThreadPool(WRITERS, "reprieve-write")
         self._writes: list[Future[None]] = []
-        self._staged: list[_Slot] | None = None
-        self._loads: list[_Load] = []
+        self._staged: list[_Placement] | None = None
+        self._loads: list[_BlockBatch] = []
         """Those with a block of the pool that is not on its way to the disk yet."""
-        self._late: list[_Load] = []
+        self._late: list[_BlockBatch] = []
 
     # One rank alone
 
@@ -241,7 +241,7 @@ class Writer:
         """Copy the state into blocks. When this returns training may change it."""
         try:
             self._staged = []
-            with SideStreams([file.layout for file in self._files]) as streams:
+            with CopyStreams([file.layout for file in self._files]) as streams:
                 for slot in self._slots():
                     slot.file.fill(slot, slot.piece.start, slot.piece.stop)
                     self._staged.append(slot)
@@ -261,7 +261,7 @@ class Writer:
                 self._seal(slot, _STRIDE, fill=False)
             self._staged = None
         else:
-            with SideStreams([file.layout for file in self._files]) as streams:
+            with CopyStreams([file.layout for file in self._files]) as streams:
                 # Copies off a device are waited for once a block; copies in host memory are hashed while cached.
                 step = BLOCK_BYTES if streams else _STRIDE
                 for slot in self._slots():
@@ -282,7 +282,7 @@ class Writer:
             # They lie apart, a page each: a disk takes several of those in the time of one.
             each = -(-len(load.slots) // WRITERS)
             for first in range(0, len(load.slots), each):
-                self._write_soon(_Load(load.block, load.slots[first : first + each]))
+                self._write_soon(_BlockBatch(load.block, load.slots[first : first + each]))
         self._wait()
         # The flushes of all files go out together: the journal commits once for most of them.
         for flush in [self._threads.submit(partial(self._flush, file)) for file in self._files if file.file]:
@@ -291,15 +291,15 @@ class Writer:
 
     # Inside
 
-    def _slots(self) -> Iterator[_Slot]:
+    def _slots(self) -> Iterator[_Placement]:
         """Every piece of ours, in order, each with its place in a block; a block that is full is left behind."""
-        load: _Load | None = None
+        load: _BlockBatch | None = None
         for file in self._files:
             for piece in file.part.mine:
                 if piece.late:
                     slot = self._late[-1].place(file, piece) if self._late else None
                     if slot is None:  # not from the pool: the others of a ring could not go on without it
-                        self._late.append(_Load(Block(pinned=False)))
+                        self._late.append(_BlockBatch(Block(pinned=False)))
                         slot = self._late[-1].place(file, piece)
                 else:
                     slot = load.place(file, piece) if load is not None else None
@@ -310,13 +310,13 @@ class Writer:
                         if block is None:
                             self._wait()
                             return
-                        load = _Load(block)
+                        load = _BlockBatch(block)
                         self._loads.append(load)
                         slot = load.place(file, piece)
                 assert slot is not None
                 yield slot
 
-    def _seal(self, slot: _Slot, step: int, *, fill: bool, wait: Callable[[], None] = lambda: None) -> None:
+    def _seal(self, slot: _Placement, step: int, *, fill: bool, wait: Callable[[], None] = lambda: None) -> None:
         # In strides while the bytes are in the cache; bytes that are not in it anyway are left to the writing threads.
         digest = BlockHash() if step == _STRIDE and fill and not slot.piece.late else None
         for start in range(slot.piece.start, slot.piece.stop, step):
@@ -330,12 +330,12 @@ class Writer:
         if not fill and not slot.piece.late and slot is slot.load.slots[-1]:
             self._write_soon(slot.load)
 
-    def _write_soon(self, load: _Load) -> None:
+    def _write_soon(self, load: _BlockBatch) -> None:
         if pooled := load in self._loads:
             self._loads.remove(load)
         self._writes.append(self._threads.submit(partial(self._write, load, pooled)))
 
-    def _write(self, load: _Load, pooled: bool) -> None:
+    def _write(self, load: _BlockBatch, pooled: bool) -> None:
         try:
             for slots in _neighbours(load.slots):
                 if self._failed.is_set():
@@ -350,7 +350,7 @@ class Writer:
             if self._failed.is_set():
                 self._pool.wake()
 
-    def _write_at_once(self, slots: Sequence[_Slot]) -> None:
+    def _write_at_once(self, slots: Sequence[_Placement]) -> None:
         view, start, at = slots[0].load.block.view, slots[0].piece.start, slots[0].at
         for slot in slots:
             if slot.piece.start not in slot.file.digests:
@@ -377,9 +377,9 @@ class Writer:
             write.result()
 
 
-def _neighbours(slots: Sequence[_Slot]) -> Iterator[list[_Slot]]:
+def _neighbours(slots: Sequence[_Placement]) -> Iterator[list[_Placement]]:
     """Pieces that lie one after the other in the file, as they do in the block: one write for all of them."""
-    found: list[_Slot] = []
+    found: list[_Placement] = []
     for slot in slots:
         if found and (found[-1].file is not slot.file or found[-1].piece.stop != slot.piece.start):
             yield found

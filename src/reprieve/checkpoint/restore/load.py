@@ -25,9 +25,9 @@ from reprieve.checkpoint.buffers.block_pool import BLOCK_BYTES, BlockPool
 from reprieve.checkpoint.buffers.gc_pause import collection_paused
 from reprieve.checkpoint.format.manifest import Manifest
 from reprieve.checkpoint.format.shards import from_local, is_sharded, local_part, own_range
-from reprieve.checkpoint.io.destinations import tensor_sink
-from reprieve.checkpoint.io.reader import Cache, CheckpointFile, Reader, ReadTogether, Target
-from reprieve.checkpoint.restore.safetensors_header import Place, read_header
+from reprieve.checkpoint.io.destinations import tensor_destination
+from reprieve.checkpoint.io.reader import Cache, CheckpointFile, CooperativeRead, Reader, Target
+from reprieve.checkpoint.restore.safetensors_header import TensorLocation, read_header
 from reprieve.checkpoint.restore.storage_matching import matching_storages, once, sharded_storages, with_tensors
 from reprieve.checkpoint.restore.torch_reader import TorchFile, meta_storage
 from reprieve.checkpoint.save.plan import buffers_name, extras_file, tree_file
@@ -41,7 +41,7 @@ _WORTH_SHARING = 2**20
 """Smaller files are read by every rank: that is quicker than saying who reads what."""
 
 
-class Restoring:
+class StateLoader:
     """The state of one rank on its way back from one checkpoint."""
 
     def __init__(
@@ -71,7 +71,7 @@ class Restoring:
         self._apply: list[Callable[[], object]] = []
         self._values: dict[str, Any] = {}
 
-    def __enter__(self) -> Restoring:
+    def __enter__(self) -> StateLoader:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -95,7 +95,7 @@ class Restoring:
         self,
         shared: Collection[str] = (),
         *,
-        together: ReadTogether | None = None,
+        together: CooperativeRead | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> None:
         for file in self._reader.files():
@@ -164,7 +164,7 @@ class Restoring:
 
     def _prepare_module(self, name: str, module: torch.nn.Module) -> None:
         live: dict[str, Any] = module.state_dict()
-        saved: dict[str, Place] = {}
+        saved: dict[str, TensorLocation] = {}
         ties: dict[str, str] = {}
         stock = self._stock_torch_file(name)
         if stock is not None:
@@ -217,7 +217,7 @@ class Restoring:
             file.only_targets = True
             first, _ = own_range(name, like)
         if into.nbytes:
-            file.targets.append(Target(start + first, into.nbytes, tensor_sink(into)))
+            file.targets.append(Target(start + first, into.nbytes, tensor_destination(into)))
 
     def _prepare_own_buffers(self, name: str, live: Mapping[str, Any]) -> None:
         """Buffers that each rank keeps for itself, where as many ranks wrote them."""
@@ -231,7 +231,7 @@ class Restoring:
                 self._check_fits(f"{name}.{key}", value, live[key])
                 self._apply.append(partial(live[key].detach().copy_, value))
 
-    def _check_fits(self, name: str, saved: Place | torch.Tensor, live: Any) -> None:
+    def _check_fits(self, name: str, saved: TensorLocation | torch.Tensor, live: Any) -> None:
         if not isinstance(live, torch.Tensor) or (live.dtype, live.shape) != (saved.dtype, saved.shape):
             raise StateMismatch(
                 f"{self._folder}: {name} was saved as {saved.dtype} {tuple(saved.shape)}, "
@@ -248,7 +248,7 @@ class Restoring:
         stock = ("pytorch_model.bin",) if name == "model" else ()
         return next((file for file in (*stock, f"{name}.pt", f"{name}.pth", f"{name}.bin") if self._has(file)), None)
 
-    def _saved_tensors(self, name: str) -> tuple[dict[str, Place], dict[str, str]]:
+    def _saved_tensors(self, name: str) -> tuple[dict[str, TensorLocation], dict[str, str]]:
         """Every tensor of a saved module and where it is, and the names that are tied to others."""
         index = f"{name}.safetensors.index.json"
         if self._has(index):
@@ -261,7 +261,7 @@ class Restoring:
                 raise InvalidCheckpoint(f"{index} names a file outside of the checkpoint", path=self._folder)
         else:
             shards = [f"{name}.safetensors"]
-        places: dict[str, Place] = {}
+        places: dict[str, TensorLocation] = {}
         ties: dict[str, str] = {}
         for shard in shards:
             if not self._has(shard):

@@ -16,14 +16,14 @@ from typing import Any
 
 from reprieve.checkpoint.buffers.block_pool import BlockPool
 from reprieve.checkpoint.folder import commit, finished_marker
-from reprieve.checkpoint.folder.catalog import Found, look_at, survey
+from reprieve.checkpoint.folder.catalog import CheckpointInfo, inspect_checkpoint, list_checkpoints
 from reprieve.checkpoint.folder.foreign import check_foreign
 from reprieve.checkpoint.folder.retention import reading
 from reprieve.checkpoint.format.checksum import digest_of
-from reprieve.checkpoint.io.reader import ReadTogether
-from reprieve.checkpoint.restore.load import Restoring
+from reprieve.checkpoint.io.reader import CooperativeRead
+from reprieve.checkpoint.restore.load import StateLoader
 from reprieve.checkpoint.state.state import State
-from reprieve.errors import InvalidCheckpoint, NothingToResume, RankFailed
+from reprieve.errors import InvalidCheckpoint, NoValidCheckpoint, RankFailed
 from reprieve.ranks.group import Ranks
 from reprieve.storage.disk import Disk
 
@@ -52,7 +52,7 @@ def make_root(disk: Disk, root: Path) -> None:
 def clean_up(disk: Disk, root: Path, *, fresh: bool) -> None:
     for name in commit.clean_up(disk, root):
         log.warning("removed %s: a save or a removal that never finished", root / name)
-    if fresh and (old := [one.path for one in survey(root)]):
+    if fresh and (old := [one.path for one in list_checkpoints(root)]):
         number = 1
         while (previous := root / f"previous-{number}").exists():
             number += 1
@@ -65,7 +65,7 @@ def clean_up(disk: Disk, root: Path, *, fresh: bool) -> None:
         log.warning("starting over: %d checkpoints moved to %s", len(old), previous)
 
 
-class Resume:
+class ResumeJob:
     """Finds the newest checkpoint that can be used, together with the other ranks, and restores it.
 
         choose    rank 0 takes the newest that looks right
@@ -107,7 +107,7 @@ class Resume:
         self._settle = settle
         self._bad: tuple[Path, str] | None = None
         """What was tried last, and why it was no good: rank 0's to set aside."""
-        self._candidates: list[Found] | None = None
+        self._candidates: list[CheckpointInfo] | None = None
         self.passed_over: list[PassedOver] = []
         """Newer checkpoints that could not be used, and why."""
         self.from_medium = False
@@ -115,14 +115,14 @@ class Resume:
         self.finished: Any = None
         """What the folder says of the run, if it was finished with the checkpoint that was restored."""
 
-    def newest_valid(self) -> tuple[Found, dict[str, Any]] | None:
+    def newest_valid(self) -> tuple[CheckpointInfo, dict[str, Any]] | None:
         """The checkpoint that was restored, and the plain values that were saved with it; None where there is none."""
         while True:
             chosen = self._ranks.agree("choose", self._choose)[0]
             self.passed_over = [PassedOver(*one) for one in chosen["passed_over"]]
             if chosen["name"] is None:
                 if self.passed_over:
-                    raise NothingToResume(self._nothing())
+                    raise NoValidCheckpoint(self._nothing())
                 return None
             path = self._root / chosen["name"]
             self.finished = chosen["finished"]
@@ -143,7 +143,7 @@ class Resume:
         if self._bad is not None:
             self._pass_over(*self._bad)
         if self._candidates is None:
-            self._candidates = survey(self._root)
+            self._candidates = list_checkpoints(self._root)
         while self._candidates:
             found = self._candidates.pop(0)
             try:
@@ -153,7 +153,7 @@ class Resume:
                 self._pass_over(found.path, error.reason, aside=aside)
         return {"name": None, "passed_over": self._told()}
 
-    def _chosen(self, found: Found) -> dict[str, Any]:
+    def _chosen(self, found: CheckpointInfo) -> dict[str, Any]:
         found.check()
         if found.manifest is not None and found.manifest.run != self._run:
             raise OtherRun(f"written by run {found.manifest.run!r}, this is run {self._run!r}", path=found.path)
@@ -168,19 +168,19 @@ class Resume:
     def _told(self) -> list[list[str]]:
         return [[one.name, one.reason] for one in self.passed_over]
 
-    def _restore(self, path: Path, digest: str | None) -> tuple[Found | None, dict[str, Any], list[str]]:
+    def _restore(self, path: Path, digest: str | None) -> tuple[CheckpointInfo | None, dict[str, Any], list[str]]:
         """Every rank restores, or none: the reasons of those that could not."""
         with reading(path), contextlib.ExitStack() as stack:
-            job: Restoring | None = None
-            found: Found | None = None
+            job: StateLoader | None = None
+            found: CheckpointInfo | None = None
 
             def prepare() -> list[str]:
                 nonlocal job, found
-                found = look_at(path)
+                found = inspect_checkpoint(path)
                 found.check()
                 if digest is not None and (found.manifest is None or digest_of(found.manifest.encode()) != digest):
                     raise InvalidCheckpoint("this rank sees another manifest than rank 0", path=path)
-                job = Restoring(
+                job = StateLoader(
                     path, found.manifest, self._state, self._pool, strict=self._strict, rng=self._rng,
                     whole=self._whole, rank=self._ranks.rank, world_size=self._ranks.world_size,
                 )  # fmt: skip
@@ -220,17 +220,17 @@ class Resume:
         reasons = [one["bad"] for one in outcomes if "bad" in one]
         return [one.get("value") for one in outcomes], reasons
 
-    def _read_together(self, stack: contextlib.ExitStack) -> tuple[ReadTogether | None, RankFailed | None]:
+    def _read_together(self, stack: contextlib.ExitStack) -> tuple[CooperativeRead | None, RankFailed | None]:
         """Not part of an agreement, where some would not begin it: torch counts the groups that each rank makes. So
         whoever could not make it comes to the next agreement with the error."""
         import torch.distributed as dist
 
         if not (dist.is_available() and dist.is_initialized()):
             return None, None  # every rank reads all that it needs
-        from reprieve.checkpoint.io.cooperative_read import ProcessGroupRead
+        from reprieve.checkpoint.io.cooperative_read import CooperativeReader
 
         try:
-            together = ProcessGroupRead(self._ranks, self._ranks.limit)
+            together = CooperativeReader(self._ranks, self._ranks.limit)
         except RankFailed as error:
             return None, error
         stack.callback(together.close)
@@ -241,7 +241,7 @@ class Resume:
         self.passed_over.append(PassedOver(path.name, reason))
         log.warning("passed over %s: %s", path, reason)
         if aside:
-            log.warning("set aside as %s", commit.set_aside(self._disk, path, reason).name)
+            log.warning("set aside as %s", commit.quarantine(self._disk, path, reason).name)
             self._disk.flush_folder(self._root)
 
     def _nothing(self) -> str:

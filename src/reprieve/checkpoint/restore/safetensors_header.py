@@ -14,7 +14,7 @@ _HEADER_LIMIT = 100_000_000  # safetensors' own
 
 
 @dataclass(slots=True)
-class Place:
+class TensorLocation:
     """Where a tensor's bytes are."""
 
     file: CheckpointFile
@@ -23,12 +23,12 @@ class Place:
     shape: torch.Size
 
 
-def read_header(file: CheckpointFile) -> tuple[dict[str, Place], dict[str, str]]:
+def read_header(file: CheckpointFile) -> tuple[dict[str, TensorLocation], dict[str, str]]:
     length = int.from_bytes(file.read(0, min(8, file.size)), "little")
     if not 2 <= length <= min(_HEADER_LIMIT, file.size - 8):
         raise file.bad("has no safetensors header")
     base = 8 + length
-    places: dict[str, Place] = {}
+    places: dict[str, TensorLocation] = {}
     try:
         header = json.loads(file.read(8, base))
         metadata = header.pop("__metadata__", {})
@@ -37,7 +37,7 @@ def read_header(file: CheckpointFile) -> tuple[dict[str, Place], dict[str, str]]
             dtype, shape = DTYPES[entry["dtype"]], torch.Size(entry["shape"])
             if not 0 <= start <= stop <= file.size - base or stop - start != shape.numel() * dtype.itemsize:
                 raise file.bad(f"has impossible offsets for {key}")
-            places[key] = Place(file, base + start, dtype, shape)
+            places[key] = TensorLocation(file, base + start, dtype, shape)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise file.bad(f"has a header that is not readable: {error!r}") from error
     return places, metadata

@@ -17,7 +17,7 @@ import torch
 from torch import _weights_only_unpickler
 
 from reprieve.checkpoint.format.torch_layout import ARCHIVE_COMMENT, data_offset
-from reprieve.checkpoint.io.destinations import sink_of
+from reprieve.checkpoint.io.destinations import destination_of
 from reprieve.checkpoint.io.reader import CheckpointFile, Target
 from reprieve.errors import InvalidCheckpoint, UnsafeState
 
@@ -77,7 +77,7 @@ class TorchFile:
         if stop - start != storage.nbytes():
             raise self.file.bad(f"has {stop - start} bytes for storage {key}; its pickle says {storage.nbytes()}")
         if stop > start:
-            self.file.targets.append(Target(start, stop - start, sink_of(storage)))
+            self.file.targets.append(Target(start, stop - start, destination_of(storage)))
 
 
 def unpickle(name: str, pickled: bytes, storages: Storages, sparse: list[torch.Tensor] | None = None) -> Any:

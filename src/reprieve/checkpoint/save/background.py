@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from reprieve.checkpoint.buffers.thread_pool import Workers
+from reprieve.checkpoint.buffers.thread_pool import ThreadPool
 
 log = logging.getLogger("reprieve")
 
@@ -15,7 +15,7 @@ class Background:
     """One thread, so one thing at a time. An error waits until somebody asks for it, and is told once."""
 
     def __init__(self) -> None:
-        self._thread = Workers(1, "reprieve-save")
+        self._thread = ThreadPool(1, "reprieve-save")
         self._jobs: list[Future[None]] = []
         self._save: Future[None] | None = None
 

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from reprieve.checkpoint.buffers.block_pool import BlockPool
 from reprieve.checkpoint.buffers.staging import bytes_on_disk
 from reprieve.checkpoint.folder import commit
-from reprieve.checkpoint.folder.lease import Member, Owner
+from reprieve.checkpoint.folder.lease import FolderLease, LeaseView
 from reprieve.checkpoint.format.manifest import FileEntry, Manifest
 from reprieve.checkpoint.io.writer import Crcs, Writer
 from reprieve.checkpoint.save import page_exchange
@@ -39,7 +39,7 @@ log = logging.getLogger("reprieve")
 T = TypeVar("T")
 
 
-class Saving:
+class SaveJob:
     """A save as one rank takes part in it."""
 
     def __init__(
@@ -47,7 +47,7 @@ class Saving:
         disk: Disk,
         pool: BlockPool,
         ranks: Ranks,
-        owner: Member,
+        owner: LeaseView,
         *,
         root: Path,
         folder: Path,
@@ -182,7 +182,7 @@ class Saving:
             for name, entry in of_rank.items():
                 found.setdefault(name, (entry["bytes"], {}))[1].update(entry["blocks"])
         files = {name: _entry(size, blocks, self._manifest.block_bytes) for name, (size, blocks) in found.items()}
-        assert isinstance(self._owner, Owner)
+        assert isinstance(self._owner, FolderLease)
         manifest = replace(self._manifest, files=files)
         commit.commit(
             self._disk, self._root, self._folder, manifest, self._owner,

@@ -10,15 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from reprieve.checkpoint.buffers.block_pool import BLOCK_BYTES, BlockPool
-from reprieve.checkpoint.buffers.cuda_streams import SideStreams
+from reprieve.checkpoint.buffers.cuda_streams import CopyStreams
 from reprieve.checkpoint.format.layout import Segment
-from reprieve.checkpoint.io.partition import FilePart
+from reprieve.checkpoint.io.partition import FileShare
 
 
-class Edge(NamedTuple):
+class SharedPageRange(NamedTuple):
     """Bytes [start, stop) of a file: `sender` holds them, `owner` writes them."""
 
-    part: FilePart
+    part: FileShare
     segment: Segment
     start: int
     stop: int
@@ -26,7 +26,7 @@ class Edge(NamedTuple):
     owner: int
 
 
-def edges_of(parts: Sequence[FilePart]) -> Iterator[Edge]:
+def shared_page_ranges(parts: Sequence[FileShare]) -> Iterator[SharedPageRange]:
     for part in parts:
         if not part.layout.by_all:
             continue
@@ -40,21 +40,21 @@ def edges_of(parts: Sequence[FilePart]) -> Iterator[Edge]:
             while start < end:
                 _, stop, owner, _ = pieces[number]
                 if owner not in segment.holders:
-                    yield Edge(part, segment, start, min(stop, end), segment.holders[0], owner)
+                    yield SharedPageRange(part, segment, start, min(stop, end), segment.holders[0], owner)
                 start = stop
                 number += stop < end
 
 
-def outgoing(parts: Sequence[FilePart], rank: int, pool: BlockPool) -> dict[int, bytes]:
+def outgoing(parts: Sequence[FileShare], rank: int, pool: BlockPool) -> dict[int, bytes]:
     """What this rank has to give to each other rank. Read from the live state: before training goes on."""
     bundles: dict[int, list[bytes]] = {}
-    edges = [edge for edge in edges_of(parts) if edge.sender == rank]
+    edges = [edge for edge in shared_page_ranges(parts) if edge.sender == rank]
     if not edges:
         return {}
     block = pool.take()
     assert block is not None
     try:
-        with SideStreams([part.layout for part in parts]) as streams:
+        with CopyStreams([part.layout for part in parts]) as streams:
             for edge in edges:
                 for start in range(edge.start, edge.stop, BLOCK_BYTES):
                     stop = min(start + BLOCK_BYTES, edge.stop)
@@ -67,16 +67,16 @@ def outgoing(parts: Sequence[FilePart], rank: int, pool: BlockPool) -> dict[int,
     return {owner: b"".join(bundle) for owner, bundle in bundles.items()}
 
 
-def senders(parts: Sequence[FilePart], rank: int) -> list[int]:
+def senders(parts: Sequence[FileShare], rank: int) -> list[int]:
     """The ranks that have something for this one."""
-    return sorted({edge.sender for edge in edges_of(parts) if edge.owner == rank})
+    return sorted({edge.sender for edge in shared_page_ranges(parts) if edge.owner == rank})
 
 
-def incoming(parts: Sequence[FilePart], rank: int, bundles: Mapping[int, bytes]) -> dict[str, list[tuple[int, bytes]]]:
+def incoming(parts: Sequence[FileShare], rank: int, bundles: Mapping[int, bytes]) -> dict[str, list[tuple[int, bytes]]]:
     """What other ranks gave: by file, offsets and the bytes there, in order."""
     used = dict.fromkeys(bundles, 0)
     out: dict[str, list[tuple[int, bytes]]] = {}
-    for edge in edges_of(parts):
+    for edge in shared_page_ranges(parts):
         if edge.owner == rank:
             at, size = used[edge.sender], edge.stop - edge.start
             out.setdefault(edge.part.layout.name, []).append((edge.start, bundles[edge.sender][at : at + size]))

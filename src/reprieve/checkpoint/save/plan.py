@@ -12,7 +12,7 @@ from reprieve.checkpoint.format.checksum import BlockHash
 from reprieve.checkpoint.format.layout import BytesSource, FileLayout, Segment, bytes_layout
 from reprieve.checkpoint.format.safetensors_layout import layout_safetensors
 from reprieve.checkpoint.format.torch_layout import layout_torch, tensors_in
-from reprieve.checkpoint.io.partition import FilePart, blocks_needed, divide
+from reprieve.checkpoint.io.partition import FileShare, blocks_needed, partition_files
 from reprieve.checkpoint.state.state import RNG, Captured, Sharing, State
 from reprieve.errors import StateError
 
@@ -25,7 +25,7 @@ class Plan:
     """The files of one save that this rank has a part in."""
 
     files: list[FileLayout]
-    parts: list[FilePart] = field(repr=False)
+    parts: list[FileShare] = field(repr=False)
     """What this rank writes of each."""
 
     @property
@@ -95,7 +95,7 @@ def plan(
         if not layout.by_all:
             _refuse_shards(layout, rank)
     files.sort(key=lambda file: (not file.by_all, -file.size, file.name))
-    return Plan(files, divide(files, rank, world_size))
+    return Plan(files, partition_files(files, rank, world_size))
 
 
 def own_buffers(captured: Captured, name: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from reprieve._version import __version__
-from reprieve.checkpoint.folder.lease import Member
+from reprieve.checkpoint.folder.lease import LeaseView
 from reprieve.checkpoint.format.layout import FileLayout
 from reprieve.checkpoint.format.manifest import Manifest
 from reprieve.errors import StateError
@@ -25,7 +25,7 @@ log = logging.getLogger("reprieve")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class SaveRequest:
     """As it was given: what is wrong with it on one rank, all should know."""
 
     step: int
@@ -37,7 +37,7 @@ class Asked:
     replace: bool
 
     def manifest(
-        self, created: datetime, owner: Member, ranks: Ranks, *, parent: str | None, state: list[str]
+        self, created: datetime, owner: LeaseView, ranks: Ranks, *, parent: str | None, state: list[str]
     ) -> Manifest:
         """Without the files."""
         return Manifest(

@@ -9,7 +9,7 @@ from reprieve.clock import Clock
 
 
 @dataclass(slots=True)
-class Running:
+class SaveInProgress:
     """A save that is being written, as this rank sees it."""
 
     step: int
@@ -27,19 +27,19 @@ class Running:
         return (self.clock.monotonic() - self.began) * max(0, self.share - self.moved) / self.moved
 
 
-class Speed:
+class SaveThroughput:
     """Of the saves of one process, one at a time. Entered while one is written."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._next: Running | None = None
-        self.running: Running | None = None
+        self._next: SaveInProgress | None = None
+        self.running: SaveInProgress | None = None
         self._seconds_per_byte: float | None = None
         self._abort = False
 
     def begin(self, step: int, size: int, world_size: int) -> None:
         self._abort = False
-        self._next = Running(step, size, size // world_size, 0.0, self._clock)
+        self._next = SaveInProgress(step, size, size // world_size, 0.0, self._clock)
 
     def __enter__(self) -> None:
         self.running = self._next
@@ -64,7 +64,7 @@ class Speed:
 
         def moved(count: int) -> None:
             if self._abort:
-                raise Aborted
+                raise SaveAborted
             if (running := self.running) is not None:
                 running.moved += count
             if progress is not None:
@@ -73,5 +73,5 @@ class Speed:
         return moved
 
 
-class Aborted(Exception):
+class SaveAborted(Exception):
     """Somebody needs the time for another save."""

@@ -19,7 +19,7 @@ RUNNING = "running"
 
 
 @dataclass(slots=True)
-class Attempt:
+class AttemptRecord:
     """One start of the command."""
 
     launched: float
@@ -38,7 +38,7 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True)
-class Spent:
+class TimeSpent:
     """Seconds."""
 
     wall: float
@@ -54,10 +54,10 @@ class Spent:
         return {**asdict(self), "goodput": self.goodput}
 
 
-def spent(attempts: Sequence[Attempt], now: float) -> Spent:
+def time_spent(attempts: Sequence[AttemptRecord], now: float) -> TimeSpent:
     """Of a run. While its last attempt runs, all that it has done counts as trained: it may still be saved."""
     if not attempts:
-        return Spent(0.0, 0.0, {})
+        return TimeSpent(0.0, 0.0, {})
     begin = at = attempts[0].launched
     trained, lost, before = 0.0, dict[str, float](), FIRST_START
 
@@ -85,10 +85,10 @@ def spent(attempts: Sequence[Attempt], now: float) -> Spent:
         before = one.cause
     if before not in ("finished", RUNNING):
         until(now, before)
-    return Spent(at - begin, trained, lost)
+    return TimeSpent(at - begin, trained, lost)
 
 
-def losses(attempts: Sequence[Attempt], causes: Sequence[str], now: float) -> tuple[int, float]:
+def losses(attempts: Sequence[AttemptRecord], causes: Sequence[str], now: float) -> tuple[int, float]:
     """How often work was lost to these causes, and in how much training."""
     count = sum(one.cause in causes for one in attempts)
     training = sum(max(0.0, (one.ended or now) - one.training) for one in attempts if one.training is not None)

@@ -33,11 +33,11 @@ def find_next_start(checkpoints: str) -> NextStart | None:
     found: list[NextStart] = []
 
     def look() -> None:
-        from reprieve.checkpoint.folder.catalog import survey
+        from reprieve.checkpoint.folder.catalog import list_checkpoints
 
         with contextlib.suppress(OSError, ReprieveError):
             folder = local_path(checkpoints)
-            every = survey(folder)
+            every = list_checkpoints(folder)
             valid = [checkpoint for checkpoint in every if checkpoint.problem is None]
             if valid:
                 found.append(NextStart(shown(folder), valid[0].path.name, valid[0].step))

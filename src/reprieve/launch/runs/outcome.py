@@ -14,13 +14,13 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass, replace
 
-from reprieve.launch.rank_reports import Seen
+from reprieve.launch.rank_reports import JobStatus
 from reprieve.launch.runs.next_start import NextStart
 
 FINISHED, PREEMPTED, PAUSED, FAILED, HUNG = "finished", "preempted", "paused", "failed", "hung"
 
 STOPPED = 143
-NEEDS_A_PERSON = 42
+PERMANENT_FAILURE = 42
 NOT_FINISHED = 1
 _SIGTERM_CODES = (-signal.SIGTERM, STOPPED, 256 - signal.SIGTERM)
 """As its parent sees it; as a shell, or our own handler, exits; `sys.exit(-15)`, with which DeepSpeed's launcher passes
@@ -28,12 +28,12 @@ the code of a rank on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class AttemptResult:
     """What was seen of an attempt that is over."""
 
     code: int
     """Of the child: its exit code, or minus the signal that killed it."""
-    seen: Seen
+    seen: JobStatus
     stop: str | None = None
     """Why it was to stop, if it was."""
     paused: bool = False
@@ -62,7 +62,7 @@ def ended_by_sigterm(code: int) -> bool:
     return code in _SIGTERM_CODES
 
 
-def outcome(ended: Ended) -> Outcome:
+def outcome(ended: AttemptResult) -> Outcome:
     seen = ended.seen
     if ended.stop is not None:
         return _stopped(ended)
@@ -70,9 +70,9 @@ def outcome(ended: Ended) -> Outcome:
         words = f"no step in {ended.hung_s:.0f} s: it hung after step {seen.step}, and was ended"
         return Outcome(HUNG, 128 + signal.SIGKILL, words, again=True)
     if seen.refused is not None:
-        return Outcome(FAILED, NEEDS_A_PERSON, f"it needs a person: {seen.refused}")
-    if ended.code == NEEDS_A_PERSON:
-        return Outcome(FAILED, NEEDS_A_PERSON, "it needs a person: see what it said above")
+        return Outcome(FAILED, PERMANENT_FAILURE, f"it needs a person: {seen.refused}")
+    if ended.code == PERMANENT_FAILURE:
+        return Outcome(FAILED, PERMANENT_FAILURE, "it needs a person: see what it said above")
     if ended_by_sigterm(ended.code):
         # Sent to the command, and not to the launcher.
         return _stopped(replace(ended, stop="SIGTERM"))
@@ -89,7 +89,7 @@ def outcome(ended: Ended) -> Outcome:
     return Outcome(FAILED, ended.code if ended.code > 0 else 128 - ended.code, _how_it_failed(ended), again=True)
 
 
-def _stopped(ended: Ended) -> Outcome:
+def _stopped(ended: AttemptResult) -> Outcome:
     seen, state = ended.seen, PAUSED if ended.paused else PREEMPTED
     words = f"stopped by {ended.stop}"
     if seen.finished:
@@ -113,7 +113,7 @@ def _stopped(ended: Ended) -> Outcome:
     return Outcome(state, STOPPED, words)
 
 
-def _next_start(ended: Ended) -> str:
+def _next_start(ended: AttemptResult) -> str:
     if ended.next_start is not None:
         return str(ended.next_start)
     if ended.seen.saved_step:
@@ -121,7 +121,7 @@ def _next_start(ended: Ended) -> str:
     return "The next start resumes from the newest valid checkpoint, or begins at step 0 if there is none"
 
 
-def _how_it_failed(ended: Ended) -> str:
+def _how_it_failed(ended: AttemptResult) -> str:
     at = f" at step {ended.seen.step}" if ended.seen.ranks else ""
     if ended.code < 0:
         name = _signal_name(-ended.code)

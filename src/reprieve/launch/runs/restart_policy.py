@@ -12,20 +12,20 @@ _STUCK = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
+class Retry:
     """Start it again after so many seconds."""
 
     wait_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Enough:
+class GiveUp:
     """Do not."""
 
     reason: str
 
 
-class Restarts:
+class RestartPolicy:
     """Of one run, by the failures so far. Preemptions are none."""
 
     def __init__(self, allowed: int, jitter: random.Random | None = None) -> None:
@@ -36,18 +36,18 @@ class Restarts:
         self._in_a_row = 0
         """Failures since the run last got further."""
 
-    def after_failure(self, step: int | None) -> Again | Enough:
+    def after_failure(self, step: int | None) -> Retry | GiveUp:
         """`step`: how far the attempt got; None: it did not say."""
         if step is not None and step > self._furthest:
             self._furthest, self._in_a_row = step, 0
         self._in_a_row += 1
         if self._allowed and step is not None and self._in_a_row >= _STUCK:
-            return Enough(
+            return GiveUp(
                 f"no progress: {self._in_a_row} attempts in a row ended at step {self._furthest} or before. "
                 "Starting it again would not help"
             )
         if self.used >= self._allowed:
-            return Enough(f"failed {self.used + 1} times, {self._allowed} restarts allowed" if self._allowed else "")
+            return GiveUp(f"failed {self.used + 1} times, {self._allowed} restarts allowed" if self._allowed else "")
         self.used += 1
         wait_s = min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2 ** min(self._in_a_row - 1, 16))
-        return Again(wait_s * self._jitter.uniform(0.75, 1.25))
+        return Retry(wait_s * self._jitter.uniform(0.75, 1.25))

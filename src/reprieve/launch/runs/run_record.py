@@ -22,7 +22,7 @@ from typing import Any
 
 from reprieve.errors import ConfigError
 from reprieve.launch.process import boot_id, start_time
-from reprieve.launch.runs.goodput import Attempt
+from reprieve.launch.runs.goodput import AttemptRecord
 from reprieve.storage.disk import Disk
 
 STARTING, RUNNING, STOPPING, WAITING = "starting", "running", "stopping", "waiting to restart"
@@ -33,7 +33,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 @dataclass(slots=True)
-class Record:
+class RunRecord:
     """Of one run, over all its launches."""
 
     name: str
@@ -55,7 +55,7 @@ class Record:
     boot: str = ""
     socket: str = ""
     updated: float = 0.0
-    attempts: list[Attempt] = field(default_factory=list)
+    attempts: list[AttemptRecord] = field(default_factory=list)
     step: int = 0
     done: float | None = None
     eta_s: float | None = None
@@ -82,13 +82,14 @@ class Record:
         return json.dumps(asdict(self), indent=1, sort_keys=True).encode() + b"\n"
 
     @classmethod
-    def from_json(cls, data: bytes) -> Record:
+    def from_json(cls, data: bytes) -> RunRecord:
         told = json.loads(data)
         known = {one.name for one in fields(cls)}
         record = cls(**{name: value for name, value in told.items() if name in known})
-        of_attempt = {one.name for one in fields(Attempt)}
+        of_attempt = {one.name for one in fields(AttemptRecord)}
         record.attempts = [
-            Attempt(**{name: value for name, value in one.items() if name in of_attempt}) for one in told["attempts"]
+            AttemptRecord(**{name: value for name, value in one.items() if name in of_attempt})
+            for one in told["attempts"]
         ]
         return record
 
@@ -107,12 +108,12 @@ class Runs:
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = (folder or state_folder()) / "runs"
 
-    def all(self) -> list[Record]:
+    def all(self) -> list[RunRecord]:
         """The one that was written last first."""
         found = [record for path in self._folder.glob("*/run.json") if (record := _read(path)) is not None]
         return sorted(found, key=lambda one: one.updated, reverse=True)
 
-    def find(self, name: str) -> Record:
+    def find(self, name: str) -> RunRecord:
         record = _read(self.folder(name) / "run.json")
         if record is None:
             known = ", ".join(one.name for one in self.all()[:8])
@@ -173,10 +174,10 @@ class RunFolder:
             os.close(self._lock)
             self._lock = None
 
-    def read(self) -> Record | None:
+    def read(self) -> RunRecord | None:
         return _read(self.path / "run.json")
 
-    def write(self, record: Record) -> None:
+    def write(self, record: RunRecord) -> None:
         record.updated = time.time()
         fresh = self.path / "run.json.new"
         try:
@@ -202,9 +203,9 @@ def default_name(script: str, words: Sequence[str], folder: str, checkpoints: st
     return f"{plain[:60]}-{digest}"
 
 
-def _read(path: Path) -> Record | None:
+def _read(path: Path) -> RunRecord | None:
     """None: there is none, or what is there is torn."""
     try:
-        return Record.from_json(path.read_bytes())
+        return RunRecord.from_json(path.read_bytes())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -1,9 +1,9 @@
 """Clouds that say beforehand that they will take this machine away.
 
-metadata server  →  Aws, Gcp, Azure (`poll`)  →  NoticeWatcher (a thread)  →  the guard
+metadata server  →  Aws, Gcp, Azure (`poll`)  →  NoticePoller (a thread)  →  the guard
 """
 
-from reprieve.preemption.notices.detection import clouds
-from reprieve.preemption.notices.poller import Notice, NoticeWatcher
+from reprieve.preemption.notices.detection import detect_clouds
+from reprieve.preemption.notices.poller import Notice, NoticePoller
 
-__all__ = ["Notice", "NoticeWatcher", "clouds"]
+__all__ = ["Notice", "NoticePoller", "detect_clouds"]

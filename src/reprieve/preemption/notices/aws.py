@@ -1,6 +1,6 @@
 """AWS: Spot interruptions and rebalance recommendations, from the instance metadata service (version 2).
 
-Asked by a `NoticeWatcher`. AWS says so two minutes ahead, as a JSON document under a path that does not exist (404)
+Asked by a `NoticePoller`. AWS says so two minutes ahead, as a JSON document under a path that does not exist (404)
 before.
 https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html
 """

@@ -1,6 +1,6 @@
 """Azure: evictions of Spot VMs, deletions, reboots and moves, from the Scheduled Events of the metadata service.
 
-Asked by a `NoticeWatcher`. One document lists the events of a whole scale set or availability set: ours are those that
+Asked by a `NoticePoller`. One document lists the events of a whole scale set or availability set: ours are those that
 name this machine. We approve none: that would let them begin for all machines that they name.
 https://learn.microsoft.com/azure/virtual-machines/linux/scheduled-events
 """

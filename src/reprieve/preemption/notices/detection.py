@@ -24,7 +24,7 @@ _AZURE_ASSET_TAG = "7783-7084-3265-9085-8269-3286-77"
 """Of every Azure VM. Its other strings are those of any Hyper-V."""
 
 
-def clouds(
+def detect_clouds(
     choice: str | Sequence[str] = "auto", *, dmi: Path = _DMI, env: Mapping[str, str] = os.environ
 ) -> list[Cloud]:
     """`"auto"`, `"off"` (or `"none"`), or the names of clouds. `REPRIEVE_METADATA_URL` in `env` is where they are

@@ -1,6 +1,6 @@
 """Google Cloud: the preemption of a Spot VM, and host maintenance that ends one, from the VM's metadata server.
 
-Asked by a `NoticeWatcher`. The server holds a question back until the value changes, so we hear of it at once.
+Asked by a `NoticePoller`. The server holds a question back until the value changes, so we hear of it at once.
 https://cloud.google.com/compute/docs/metadata/querying-metadata
 https://cloud.google.com/compute/docs/gpus/gpu-host-maintenance
 """

@@ -52,7 +52,7 @@ class Cloud(Protocol):
         """Asks once. May wait for a change, but not for ever; raises what went wrong."""
 
 
-class NoticeWatcher:
+class NoticePoller:
     """Watches one cloud from `start` to `close`."""
 
     def __init__(

@@ -13,7 +13,7 @@ from reprieve.settings import AUTO, OFF, Settings
 from reprieve.storage.uri import DRILL
 
 
-def choose(settings: Settings, env: Mapping[str, str] = os.environ, *, bar: bool = False) -> list[Sink]:
+def make_sinks(settings: Settings, env: Mapping[str, str] = os.environ, *, bar: bool = False) -> list[Sink]:
     """`bar`: one is wanted, if there is a terminal. A drill tells nothing: it is not the run that others follow."""
     if env.get(DRILL):
         return []

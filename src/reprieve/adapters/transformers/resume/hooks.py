@@ -13,14 +13,14 @@ from typing import Any
 from reprieve.adapters.transformers import preflight
 from reprieve.adapters.transformers.patching import given
 from reprieve.adapters.transformers.resume import resume_position, strict_loading, trainer_snapshot
-from reprieve.adapters.transformers.resume.resumable_dataloader import Seeking
+from reprieve.adapters.transformers.resume.resumable_dataloader import ResumableDataLoader
 from reprieve.rng import capture_rng, restore_rng
 from reprieve.session.session import Session
 
 log = logging.getLogger("reprieve")
 
 
-class Resuming:
+class TrainerResume:
     """Of one training."""
 
     def __init__(self, trainer: Any, session: Session, real: Mapping[str, Callable[..., Any]], asked: Any) -> None:
@@ -84,7 +84,7 @@ class Resuming:
     def _check_loaded(self, result: Any) -> None:
         strict_loading.complete(self._trainer.model, result, self._loading)
 
-    def initial_training_values(self, loader: Seeking, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def initial_training_values(self, loader: ResumableDataLoader, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """How much there is to do. Steps of another size than those that are done count as what they are."""
         epochs, in_epoch, *rest, batches, max_steps = self._real["set_initial_training_values"](*args, **kwargs)
         if self._restored is not None and self._saved is not None:
@@ -115,12 +115,12 @@ class Resuming:
         if self._saved is None:
             self._real["_load_rng_state"](path)
 
-    def enter(self, loader: Seeking, epoch: dict[str, Any]) -> bool:
+    def enter(self, loader: ResumableDataLoader, epoch: dict[str, Any]) -> bool:
         """The epoch that was interrupted, and what was due in it. Is it over? `epoch`: what `_run_epoch` is given."""
         trainer, resumed = self._trainer, self.place
         assert resumed is not None
         self.place = None
-        trainer_snapshot.put_back(trainer, resumed["moment"])
+        trainer_snapshot.restore(trainer, resumed["moment"])
         loader.go_on(resumed["position"], lambda: None)
         self._session.restored_all()
         control, state = trainer.control, trainer.state

@@ -9,15 +9,15 @@ from typing import Any
 from transformers import trainer as stock
 
 from reprieve.adapters.transformers.patching import replaced
-from reprieve.data.resumable_loader import DataSource, Pass
+from reprieve.data.resumable_loader import Pass, ResumableLoader
 
 
-class Seeking:
-    """Stands for the loader that Hugging Face made, and gives out its batches through a `DataSource`."""
+class ResumableDataLoader:
+    """Stands for the loader that Hugging Face made, and gives out its batches through a `ResumableLoader`."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
-        self._source = DataSource(loader)
+        self._source = ResumableLoader(loader)
         self._position: Mapping[str, Any] | None = None
         self._enter: Callable[[], None] | None = None
         self._going: Pass | None = None
@@ -30,7 +30,7 @@ class Seeking:
         """The next pass is the one that was left. `enter` puts the random numbers back, before its first batch."""
         self._position, self._enter = position, enter
 
-    def skip(self, count: int) -> Seeking:
+    def skip(self, count: int) -> ResumableDataLoader:
         """As a stock checkpoint has it, which knows no more than how many batches are done."""
         if self._position is None:
             self._position = {"consumed": count}
@@ -82,7 +82,7 @@ def sought(args: Any) -> Iterator[None]:
     real = stock.skip_first_batches  # type: ignore[attr-defined]
 
     def skip_first_batches(loader: Any, count: int = 0) -> Any:
-        return loader.skip(count) if isinstance(loader, Seeking) else real(loader, count)
+        return loader.skip(count) if isinstance(loader, ResumableDataLoader) else real(loader, count)
 
     asked, args.ignore_data_skip = args.ignore_data_skip, False
     try:

@@ -17,12 +17,12 @@ from typing import Any
 
 from transformers.trainer_utils import has_length
 
-from reprieve.adapters.transformers.resume.resumable_dataloader import Seeking
+from reprieve.adapters.transformers.resume.resumable_dataloader import ResumableDataLoader
 
 log = logging.getLogger("reprieve")
 
 
-def find(saved: Mapping[str, Any], trainer: Any, loader: Seeking, batches: int) -> dict[str, Any]:
+def find(saved: Mapping[str, Any], trainer: Any, loader: ResumableDataLoader, batches: int) -> dict[str, Any]:
     """What was saved of the loop, put into the batches of this process; an epoch has so many of them."""
     args, position = trainer.args, saved["position"]
     now = args.world_size, trainer._train_batch_size, args.gradient_accumulation_steps
@@ -40,7 +40,7 @@ def find(saved: Mapping[str, Any], trainer: Any, loader: Seeking, batches: int) 
     return found
 
 
-def _dealt_again(saved: Mapping[str, Any], trainer: Any, loader: Seeking) -> dict[str, Any]:
+def _dealt_again(saved: Mapping[str, Any], trainer: Any, loader: ResumableDataLoader) -> dict[str, Any]:
     args, position = trainer.args, saved["position"]
     ranks, size, count = args.world_size, trainer._train_batch_size, args.gradient_accumulation_steps
     done = position["consumed"] * saved["world_size"] * saved["batch_size"]

@@ -29,7 +29,7 @@ _LOSSES = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_ste
 _OF_TRL = ("_metrics", "_total_train_tokens", "_step", "_buffered_inputs")
 
 
-def take(trainer: Any) -> dict[str, Any]:
+def capture(trainer: Any) -> dict[str, Any]:
     """Now."""
     return {
         "rng": capture_rng({}),
@@ -47,7 +47,7 @@ def evaluation_loaders(trainer: Any) -> list[str]:
     return sorted(getattr(trainer, "_eval_dataloaders", ()))
 
 
-def put_back(trainer: Any, moment: Mapping[str, Any]) -> None:
+def restore(trainer: Any, moment: Mapping[str, Any]) -> None:
     """As it was then."""
     restore_global(moment["rng"])
     if trainer.model.training != moment["training"]:
@@ -95,12 +95,12 @@ def change_generation(trainer: Any, changed: Mapping[str, Sequence[Any]]) -> Non
             setattr(config, name, value)
 
 
-class Before:
+class EvaluationSnapshot:
     """A trainer before an evaluation, in memory: a stop in it goes back to there."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self.moment = take(trainer)
+        self.moment = capture(trainer)
         self._logged = len(trainer.state.log_history)
         self._callbacks = [
             (one, copy.deepcopy(one.state()))
@@ -116,7 +116,7 @@ class Before:
         for key in set(evaluation_loaders(trainer)) - set(self.moment["evaluation_loaders"]):
             del trainer._eval_dataloaders[key]
         self._weights_for_training()
-        put_back(trainer, self.moment)
+        restore(trainer, self.moment)
 
     def _weights_for_training(self) -> None:
         """Optimizers without a schedule hold other weights in an evaluation. There and back is not exact: one whose

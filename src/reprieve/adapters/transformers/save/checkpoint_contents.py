@@ -14,8 +14,8 @@ from transformers.trainer_callback import TrainerCallback
 
 from reprieve.adapters.transformers import deepspeed
 from reprieve.adapters.transformers.patching import replaced
-from reprieve.adapters.transformers.save.hub_push import Pushing
-from reprieve.adapters.transformers.save.interception import Collecting
+from reprieve.adapters.transformers.save.hub_push import HubPusher
+from reprieve.adapters.transformers.save.interception import SaveInterceptor
 from reprieve.checkpoint.folder import paths
 from reprieve.checkpoint.format.layout import FileLayout
 from reprieve.errors import RankFailed, RanksError
@@ -34,10 +34,10 @@ _LOOKS_IF: dict[str, Callable[[Any], bool]] = {
 """Callbacks of transformers that have `on_save`: when they do read the checkpoint there."""
 
 
-class Contents:
+class CheckpointContents:
     """Of the checkpoints of one trainer."""
 
-    def __init__(self, trainer: Any, save_checkpoint: Callable[..., None], pushing: Pushing) -> None:
+    def __init__(self, trainer: Any, save_checkpoint: Callable[..., None], pushing: HubPusher) -> None:
         """`save_checkpoint`: the trainer's own."""
         self._trainer = trainer
         self._save_checkpoint = save_checkpoint
@@ -92,7 +92,7 @@ class Contents:
     def _files(self, session: Session, scratch: Path, folder: Path) -> list[FileLayout]:
         state = self._trainer.state
         before = state.best_model_checkpoint
-        with self._output_to(scratch), self._pushing.held(), Collecting(folder) as collecting:
+        with self._output_to(scratch), self._pushing.held(), SaveInterceptor(folder) as collecting:
             self._save_checkpoint(self._trainer.model_wrapped, None)
         noted, state.best_model_checkpoint = state.best_model_checkpoint, before
         self.note_best(session.root)

@@ -22,7 +22,7 @@ from reprieve.adapters.dcp.item_layout import lay_out
 from reprieve.checkpoint.format.layout import FileLayout, bytes_layout
 
 
-class CollectingWriter(storage.StorageWriter):
+class InterceptingWriter(storage.StorageWriter):
     """In place of DCP's FileSystemWriter. `name`: the folder, as the checkpoint calls it."""
 
     def __init__(self, name: str, take: Callable[[FileLayout], None]) -> None:

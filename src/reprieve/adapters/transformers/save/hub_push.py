@@ -22,7 +22,7 @@ _OURS = [*_HIDDEN, *(f"train-*/{one}" for one in (*_HIDDEN, "checkpoint-*"))]
 would be published, and a save that is under way would be uploaded, or be gone before it is."""
 
 
-class Pushing:
+class HubPusher:
     """Of one trainer."""
 
     def __init__(self, trainer: Any) -> None:

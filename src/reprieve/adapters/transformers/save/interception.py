@@ -43,14 +43,14 @@ _ALIASED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _collecting = threading.local()
 
 
-class Collecting:
+class SaveInterceptor:
     """From `with` to its end, in this thread: `files()` is what was saved below `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._caught: dict[str, FileLayout] = {}
 
-    def __enter__(self) -> Collecting:
+    def __enter__(self) -> SaveInterceptor:
         assert getattr(_collecting, "now", None) is None, "one save at a time"
         _collecting.now = self
         _patches.enter()
@@ -87,7 +87,7 @@ class Collecting:
 
 def _save(real: Callable[..., None], obj: object, f: object, *args: Any, **kwargs: Any) -> None:
     """In place of `torch.save`."""
-    here: Collecting | None = getattr(_collecting, "now", None)
+    here: SaveInterceptor | None = getattr(_collecting, "now", None)
     name = here.name_of(f) if here is not None else None
     if here is None or name is None or args or kwargs.keys() - {"_use_new_zipfile_serialization"}:
         real(obj, f, *args, **kwargs)
@@ -109,7 +109,7 @@ def _save_file(
     **kwargs: Any,
 ) -> None:
     """In place of `safetensors.torch.save_file`."""
-    here: Collecting | None = getattr(_collecting, "now", None)
+    here: SaveInterceptor | None = getattr(_collecting, "now", None)
     name = here.name_of(filename) if here is not None else None
     if here is None or name is None or kwargs or not all(can_hold(tensor) for tensor in tensors.values()):
         real(tensors, filename, metadata, **kwargs)
@@ -124,20 +124,20 @@ def _barrier(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _file_system_writer(real: Callable[..., Any], path: object, *args: Any, **kwargs: Any) -> Any:
     """In place of DCP's `FileSystemWriter`."""
-    here: Collecting | None = getattr(_collecting, "now", None)
+    here: SaveInterceptor | None = getattr(_collecting, "now", None)
     name = here.name_of(path) if here is not None else None
     if here is None or name is None:
         return real(path, *args, **kwargs)
-    from reprieve.adapters.transformers.save.dcp_interception import CollectingWriter
+    from reprieve.adapters.transformers.save.dcp_interception import InterceptingWriter
 
-    return CollectingWriter(name, here.take)
+    return InterceptingWriter(name, here.take)
 
 
 def _remove_dummy_checkpoint(
     real: Callable[..., None], is_main_process: bool, output_dir: str, filenames: list[str]
 ) -> None:
     """In place of transformers': with ZeRO 3, a model without weights is saved for all that is beside them."""
-    here: Collecting | None = getattr(_collecting, "now", None)
+    here: SaveInterceptor | None = getattr(_collecting, "now", None)
     if here is not None:
         for filename in filenames:
             here.drop(Path(output_dir) / filename)
