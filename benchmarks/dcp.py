@@ -73,8 +73,9 @@ def show(found: dict[str, float]) -> None:
     table = Table("DCP, durable", "ours, s", "× disk", "stock, s", "× disk", title="DCP", title_justify="left")
     for ranks in RANKS:
         for what in ("save", "load"):
-            numbers = [found[f"{who}.{ranks}.{what}_{unit}"]
-                       for who in ("dcp", "peers.stock.dcp") for unit in ("s", "x_disk")]  # fmt: skip
+            numbers = [
+                found[f"{who}.{ranks}.{what}_{unit}"] for who in ("dcp", "peers.stock.dcp") for unit in ("s", "x_disk")
+            ]
             table.add_row(f"{what}, {ranks} rank{'s' * (ranks > 1)}", *(f"{number:.2f}" for number in numbers))
     Console(width=None if Console().is_terminal else 110).print(table)
 

@@ -47,7 +47,7 @@ class Ours:
     def remove(self) -> None:
         """Whatever was saved, once nothing is going on any more."""
         self.checkpointer.wait()
-        for found in self.checkpointer.list():
+        for found in self.checkpointer.checkpoints():
             shutil.rmtree(found.path)
 
     def close(self) -> None:
@@ -66,7 +66,7 @@ class Ours:
         return {"blocked_s": save.blocked.total_seconds()}
 
     def make_ready_to_restore(self, state: TrainingState) -> None:
-        if not self.checkpointer.list():
+        if not self.checkpointer.checkpoints():
             self.checkpointer.save(next(_steps))
         self.checkpointer.wait()
         state.wipe()
@@ -118,24 +118,42 @@ def jobs(folder: Path, state: TrainingState) -> tuple[list[Job], Callable[[], No
     found = [
         Job("memcpy.state", memory.copy, before=memory.make_room, bytes=size, label="memcpy"),
         Job(
-            "save", lasting.save, before=lasting.open, after=lasting.remove,
-            bytes=size, label="reprieve", limit="disk.write",
+            "save",
+            lasting.save,
+            before=lasting.open,
+            after=lasting.remove,
+            bytes=size,
+            label="reprieve",
+            limit="disk.write",
         ),
         Job(
-            "save.first", first.save, before=first.open, after=first.close,
-            bytes=size, label="reprieve, a process's first", limit="disk.write",
+            "save.first",
+            first.save,
+            before=first.open,
+            after=first.close,
+            bytes=size,
+            label="reprieve, a process's first",
+            limit="disk.write",
         ),
         Job(
-            "save.background", background.save_in_background, before=background.warm_up, after=background.remove,
-            bytes=size, label="reprieve, in the background", limit="disk.write",
+            "save.background",
+            background.save_in_background,
+            before=background.warm_up,
+            after=background.remove,
+            bytes=size,
+            label="reprieve, in the background",
+            limit="disk.write",
         ),
         Job(
-            "restore", restoring.restore,
+            "restore",
+            restoring.restore,
             before=partial(restoring.make_ready_to_restore, state),
             after=partial(check_restored, state, expected, "reprieve"),
-            bytes=size, label="reprieve, verified", limit="disk.read",
+            bytes=size,
+            label="reprieve, verified",
+            limit="disk.read",
         ),
-    ]  # fmt: skip
+    ]
     tiny, close_tiny = _tiny_jobs(folder)
 
     def close() -> None:

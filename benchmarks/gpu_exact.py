@@ -174,9 +174,14 @@ def _train(folder: Path, device: str, precision: str, *, safe: bool) -> None:
         import reprieve
 
         run = reprieve.Run(
-            folder / "checkpoints", notices="off", grace="10m", model=model, optimizer=optimizer, scheduler=scheduler,
+            folder / "checkpoints",
+            notices="off",
+            grace_period="10m",
+            model=model,
+            optimizer=optimizer,
+            scheduler=scheduler,
             scaler=scaler,
-        )  # fmt: skip
+        )
     dtype = torch.float16 if precision == "fp16" else torch.bfloat16
     with (folder / "losses").open("a", buffering=1) as losses:
         for _ in run.epochs(EPOCHS):

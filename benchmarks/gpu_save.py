@@ -180,7 +180,7 @@ class Bench:
 
     def remove(self, checkpointer: Checkpointer) -> None:
         checkpointer.wait()
-        for found in checkpointer.list():
+        for found in checkpointer.checkpoints():
             shutil.rmtree(found.path)
 
     def check(self, expected: dict[str, tuple[int, ...]], what: str) -> None:

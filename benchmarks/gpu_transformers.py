@@ -36,9 +36,15 @@ from benchmarks.measure import settle
 
 ROOT = Path(__file__).parents[1]
 QWEN: dict[str, Any] = {
-    "vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
-    "num_attention_heads": 12, "num_key_value_heads": 2, "max_position_embeddings": 4096, "tie_word_embeddings": True,
-}  # fmt: skip
+    "vocab_size": 151936,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
 SMALL = {"hidden_size": 24, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 2000}
 BYTES, SMALL_BYTES = 18_500_000_000, 50_000_000
 LENGTH, BATCH = 512, 4
@@ -92,20 +98,33 @@ def train(options: argparse.Namespace) -> None:
     trainer = Noting(
         model=model,
         args=TrainingArguments(
-            output_dir=options.folder, max_steps=options.steps, per_device_train_batch_size=BATCH, logging_steps=10,
-            report_to=[], disable_tqdm=True, save_strategy="steps", save_steps=options.every or 10**6,
-            eval_strategy="steps", eval_steps=options.evaluate or 10**6, per_device_eval_batch_size=1,
-            torch_compile=options.compile, enable_jit_checkpoint=options.jit, save_total_limit=1,
-            fp16=options.fp16, bf16=options.bf16, full_determinism=options.deterministic,
-            use_cpu=not torch.cuda.is_available(), deepspeed=_deepspeed(options.zero) if options.zero else None,
+            output_dir=options.folder,
+            max_steps=options.steps,
+            per_device_train_batch_size=BATCH,
+            logging_steps=10,
+            report_to=[],
+            disable_tqdm=True,
+            save_strategy="steps",
+            save_steps=options.every or 10**6,
+            eval_strategy="steps",
+            eval_steps=options.evaluate or 10**6,
+            per_device_eval_batch_size=1,
+            torch_compile=options.compile,
+            enable_jit_checkpoint=options.jit,
+            save_total_limit=1,
+            fp16=options.fp16,
+            bf16=options.bf16,
+            full_determinism=options.deterministic,
+            use_cpu=not torch.cuda.is_available(),
+            deepspeed=_deepspeed(options.zero) if options.zero else None,
         ),
         train_dataset=Tokens(4000),
         eval_dataset=Tokens(200),
-    )  # fmt: skip
+    )
     if not options.jit and not options.bare:
         import reprieve
 
-        reprieve.transformers.protect(trainer, grace="5m", notices="off")
+        reprieve.transformers.protect(trainer, grace_period="5m", notices="off")
     trainer.train()
     trainer.save_model(options.folder)
 
@@ -113,9 +132,11 @@ def train(options: argparse.Namespace) -> None:
 def _deepspeed(stage: int) -> dict[str, Any]:
     theirs = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps", "gradient_clipping")
     return {
-        **dict.fromkeys(theirs, "auto"), "bf16": {"enabled": "auto"}, "zero_allow_untested_optimizer": True,
+        **dict.fromkeys(theirs, "auto"),
+        "bf16": {"enabled": "auto"},
+        "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
-    }  # fmt: skip
+    }
 
 
 def _alone() -> None:
@@ -230,9 +251,13 @@ def zero(folder: Path) -> dict[str, float]:
     times = {str(way): [_disk_s(folder / "disk", size, way) for _ in range(3)] for way in WAYS}
     disk_s = min(median(seconds) for seconds in times.values())
     return {
-        "stop_s": stop_s, "step_s": step_s, "exit_code": code, "bytes": float(size), "disk_s": disk_s,
+        "stop_s": stop_s,
+        "step_s": step_s,
+        "exit_code": code,
+        "bytes": float(size),
+        "disk_s": disk_s,
         "x_disk": (stop_s - step_s) / disk_s,
-    }  # fmt: skip
+    }
 
 
 def _disk_s(path: Path, size: int, way: disk.Way) -> float:
@@ -299,10 +324,12 @@ def exact(folder: Path) -> dict[str, float]:
         )
         weights = [(path / "model.safetensors").read_bytes() for path in (folder / kind, stopped)]
         found |= {
-            f"{kind}.exit_code": code, f"{kind}.went_on_at": second.new()[0]["step"], f"{kind}.losses": len(losses),
+            f"{kind}.exit_code": code,
+            f"{kind}.went_on_at": second.new()[0]["step"],
+            f"{kind}.losses": len(losses),
             f"{kind}.other_losses": sum(expected.get(step) != loss for step, loss in losses.items()),
             f"{kind}.other_weights": weights[0] != weights[1],
-        }  # fmt: skip
+        }
     return found
 
 
@@ -314,8 +341,13 @@ def _after_signal(output: str) -> float:
 
 
 PARTS: dict[str, Callable[[Path], dict[str, float]]] = {
-    "full": full, "lora": lora, "periodic": periodic, "stock": stock, "zero": zero, "exact": exact,
-}  # fmt: skip
+    "full": full,
+    "lora": lora,
+    "periodic": periodic,
+    "stock": stock,
+    "zero": zero,
+    "exact": exact,
+}
 
 
 def main() -> int:

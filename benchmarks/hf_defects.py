@@ -36,9 +36,9 @@ class Lost(Exception):
 
 @dataclass
 class Job:
-    """The script, started as often as a scenario likes, by `guard`: "stock", "reprieve" or nobody."""
+    """The script, started as often as a scenario likes, by `stop_listener`: "stock", "reprieve" or nobody."""
 
-    guard: str
+    stop_listener: str
     folder: Path
     ranks: int = 1
     options: list[str] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Job:
 
     @property
     def ours(self) -> bool:
-        return self.guard == "reprieve"
+        return self.stop_listener == "reprieve"
 
     def start(self, *more: str, ranks: int | None = None) -> subprocess.Popen[str]:
         ranks = ranks or self.ranks
@@ -62,14 +62,19 @@ class Job:
                 *script,
             ]
         if self.ours:
-            command = [sys.executable, "-m", "reprieve", "run", "--grace", "60s", *command]
-        elif self.guard == "stock":
+            command = [sys.executable, "-m", "reprieve", "run", "--grace-period", "60s", *command]
+        elif self.stop_listener == "stock":
             command.append("--jit")
         env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         return subprocess.Popen(
-            command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            command,
+            cwd=ROOT,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
             start_new_session=True,
-        )  # fmt: skip
+        )
 
     def finish(self, process: subprocess.Popen[str]) -> int:
         """Its exit code; its output is kept."""
@@ -301,10 +306,20 @@ def other_ranks_silently(job: Job) -> None:
 
 
 SCENARIOS: tuple[Callable[[Job], None], ...] = (
-    workers_die, exit_code_says_failure, one_rank_is_told, sentinel_is_removed_early, incomplete_blocks_resume,
-    missing_optimizer_is_skipped, resume_is_not_exact, script_goes_on, rotation_deletes_it, not_in_the_main_thread,
-    deaf_in_evaluations, told_twice, other_ranks_silently,
-)  # fmt: skip
+    workers_die,
+    exit_code_says_failure,
+    one_rank_is_told,
+    sentinel_is_removed_early,
+    incomplete_blocks_resume,
+    missing_optimizer_is_skipped,
+    resume_is_not_exact,
+    script_goes_on,
+    rotation_deletes_it,
+    not_in_the_main_thread,
+    deaf_in_evaluations,
+    told_twice,
+    other_ranks_silently,
+)
 
 
 def _run_whole(job: Job) -> None:
@@ -335,10 +350,10 @@ def _watching(job: Job) -> Iterator[list[str]]:
         thread.join()
 
 
-def run(number: int, guard: str) -> str | None:
+def run(number: int, stop_listener: str) -> str | None:
     """What was lost in this scenario, from 1; None: nothing."""
     folder = Path(tempfile.mkdtemp(prefix="defect-"))
-    job = Job(guard, folder / "job")
+    job = Job(stop_listener, folder / "job")
     try:
         SCENARIOS[number - 1](job)
     except Lost as lost:
@@ -361,7 +376,7 @@ def main() -> int:
     lost_ours = 0
     for number in options.only or range(1, len(SCENARIOS) + 1):
         title = (SCENARIOS[number - 1].__doc__ or "").strip()
-        found = {guard: run(number, guard) for guard in ("stock", "reprieve")}
+        found = {stop_listener: run(number, stop_listener) for stop_listener in ("stock", "reprieve")}
         lost_ours += found["reprieve"] is not None
         print(title, found, file=sys.stderr, flush=True)
         table.add_row(title, found["stock"] or "nothing lost", found["reprieve"] or "nothing lost")

@@ -29,8 +29,10 @@ def figures() -> dict[str, float]:
 
 
 def show(found: dict[str, float]) -> None:
-    print(f"a step of a protected transformers.Trainer, progress told: {found['hf.hooks_us']:.0f} µs of CPU time, "
-          f"{found['hf.hooks.training_us']:.0f} of them in the training thread")  # fmt: skip
+    print(
+        f"a step of a protected transformers.Trainer, progress told: {found['hf.hooks_us']:.0f} µs of CPU time, "
+        f"{found['hf.hooks.training_us']:.0f} of them in the training thread"
+    )
 
 
 def _measure() -> dict[str, float]:
@@ -99,9 +101,15 @@ def _trainer(folder: str, data: Any) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
     args = TrainingArguments(
-        f"{folder}/out", max_steps=STEPS, per_device_train_batch_size=2, save_strategy="no", report_to=[],
-        disable_tqdm=True, use_cpu=True, logging_steps=10,
-    )  # fmt: skip
+        f"{folder}/out",
+        max_steps=STEPS,
+        per_device_train_batch_size=2,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        logging_steps=10,
+    )
     model = GPT2LMHeadModel(GPT2Config(vocab_size=97, n_positions=16, n_embd=32, n_layer=2, n_head=2))
     return Trainer(model, args, train_dataset=data)
 

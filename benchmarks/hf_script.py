@@ -92,16 +92,27 @@ def train(options: argparse.Namespace) -> None:
         model=GPT2LMHeadModel(GPT2Config(vocab_size=97, n_positions=16, n_embd=32, n_layer=2, n_head=2)),
         args=TrainingArguments(
             **{
-                "output_dir": options.output, "per_device_train_batch_size": options.batch, "use_cpu": True,
-                "num_train_epochs": options.epochs, "eval_strategy": "epoch", "save_strategy": "epoch",
-                "logging_steps": 5, "report_to": [], "disable_tqdm": True, "save_total_limit": options.limit,
-                "dataloader_num_workers": options.workers, "gradient_accumulation_steps": options.accumulate,
-                "load_best_model_at_end": options.best, "enable_jit_checkpoint": options.jit, "learning_rate": 1e-3,
-            } | every
+                "output_dir": options.output,
+                "per_device_train_batch_size": options.batch,
+                "use_cpu": True,
+                "num_train_epochs": options.epochs,
+                "eval_strategy": "epoch",
+                "save_strategy": "epoch",
+                "logging_steps": 5,
+                "report_to": [],
+                "disable_tqdm": True,
+                "save_total_limit": options.limit,
+                "dataloader_num_workers": options.workers,
+                "gradient_accumulation_steps": options.accumulate,
+                "load_best_model_at_end": options.best,
+                "enable_jit_checkpoint": options.jit,
+                "learning_rate": 1e-3,
+            }
+            | every
         ),
         train_dataset=Tokens(80, 1),
         eval_dataset=Tokens(16, 2),
-    )  # fmt: skip
+    )
     trainer.train(resume_from_checkpoint=True if options.resume else None)
     assert trainer.model is not None
     weights = torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])

@@ -45,9 +45,11 @@ def figures(folder: Path, rounds: int, size: int) -> dict[str, float]:
 
 
 def show(found: dict[str, float]) -> None:
-    print(f"reprieve --help {found['launch.help_ms']:.0f} ms, reprieve run true {found['launch.run_true_ms']:.0f} ms; "
-          f"resumed, until the first step: {found['resume.first_step_s']:.2f} s under reprieve run, "
-          f"{found['peers.plain.resume.first_step_s']:.2f} s under python")  # fmt: skip
+    print(
+        f"reprieve --help {found['launch.help_ms']:.0f} ms, reprieve run true {found['launch.run_true_ms']:.0f} ms; "
+        f"resumed, until the first step: {found['resume.first_step_s']:.2f} s under reprieve run, "
+        f"{found['peers.plain.resume.first_step_s']:.2f} s under python"
+    )
 
 
 def _start_ms(command: list[str], env: dict[str, str]) -> float:
@@ -79,8 +81,9 @@ def _train(folder: Path, size: int) -> None:
     for parameter in model.parameters():
         optimizer.state[parameter] = {
             "step": torch.tensor(1.0),
-            "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter),
-        }  # fmt: skip
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
     run = reprieve.Run(folder / "checkpoints", model=model, optimizer=optimizer, notices="off", every="never")
     for _ in run.epochs(steps=int(os.environ["STEPS"])):
         for _batch in run.batches([torch.zeros(1)] * 4):

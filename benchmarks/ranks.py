@@ -99,7 +99,7 @@ class _CountingSlow(SlowDisk):
 def _save(folder: Path, size: int, bytes_per_second: int | None) -> dict[str, float]:
     disk = _Counting() if bytes_per_second is None else _CountingSlow(bytes_per_second)
     state = _state(size)
-    with Checkpointer(folder, disk=disk, run="bench", rng=False, **state.parts()) as saver:
+    with Checkpointer(folder, disk=disk, name="bench", rng=False, **state.parts()) as saver:
         dist.barrier()
         before, start = disk.written, time.perf_counter()
         saver.save(1)
@@ -111,7 +111,7 @@ def _restore(folder: Path, size: int, bytes_per_second: int, together: bool) -> 
     if not together:
         resume.ResumeJob._read_together = lambda *_: (None, None)  # type: ignore[method-assign]
     state = _state(size)
-    with Checkpointer(folder, run="bench", rng=False, **state.parts()) as saver:
+    with Checkpointer(folder, name="bench", rng=False, **state.parts()) as saver:
         dist.barrier()
         start = time.perf_counter()
         saver.restore()

@@ -98,14 +98,26 @@ def transformers(folder: Path, shape: dict[str, int]) -> None:
             return torch.zeros(())
 
     config = Qwen2Config(
-        hidden_size=shape["hidden"], num_hidden_layers=shape["layers"], num_attention_heads=shape["heads"],
-        num_key_value_heads=shape["kv_heads"], intermediate_size=shape["intermediate"], vocab_size=shape["vocab"],
+        hidden_size=shape["hidden"],
+        num_hidden_layers=shape["layers"],
+        num_attention_heads=shape["heads"],
+        num_key_value_heads=shape["kv_heads"],
+        intermediate_size=shape["intermediate"],
+        vocab_size=shape["vocab"],
         tie_word_embeddings=True,
-    )  # fmt: skip
+    )
     arguments = TrainingArguments(
-        output_dir=str(folder), enable_jit_checkpoint=True, save_strategy="no", max_steps=100_000, report_to=[],
-        per_device_train_batch_size=1, max_grad_norm=0, use_cpu=True, disable_tqdm=True, logging_strategy="no",
-    )  # fmt: skip
+        output_dir=str(folder),
+        enable_jit_checkpoint=True,
+        save_strategy="no",
+        max_steps=100_000,
+        report_to=[],
+        per_device_train_batch_size=1,
+        max_grad_norm=0,
+        use_cpu=True,
+        disable_tqdm=True,
+        logging_strategy="no",
+    )
     tokens = Tokens(config.vocab_size, 16)
     trainer = Sleeping(
         model=Qwen2ForCausalLM(config),

@@ -29,9 +29,18 @@ _VARIABLE = re.compile(rf"(?=[A-Z0-9_]+$).*(?:{_NAME.pattern}).*")
 _SHORTEST = 8
 """Characters of a secret: `--eos-token '<eos>'` is none."""
 _OF_THIS_SHELL = {
-    "_", "SHLVL", "OLDPWD", "PWD", "TERM", "COLUMNS", "LINES",
-    "SSH_AUTH_SOCK", "SSH_CLIENT", "SSH_CONNECTION", "SSH_TTY",
-}  # fmt: skip
+    "_",
+    "SHLVL",
+    "OLDPWD",
+    "PWD",
+    "TERM",
+    "COLUMNS",
+    "LINES",
+    "SSH_AUTH_SOCK",
+    "SSH_CLIENT",
+    "SSH_CONNECTION",
+    "SSH_TTY",
+}
 
 
 def is_secret(name: str, value: str) -> bool:

@@ -107,15 +107,15 @@ KINDS: Mapping[str, _Kind] = {
     "keep": _Kind("CHECKPOINT_MAX_RETAIN", 3, _keep, "how many checkpoints to keep, or all"),
     "fresh": _Kind("CHECKPOINT_RESUME", False, lambda text: not _truth(text), "start over", _resumes),
     "save_at_end": _Kind("REPRIEVE_SAVE_AT_END", True, _truth, "save the last step when training is done"),
-    "grace": _Kind("REPRIEVE_GRACE", None, _duration, "time from the signal to the kill", _seconds),
+    "grace_period": _Kind("REPRIEVE_GRACE", None, _duration, "time from the signal to the kill", _seconds),
     "kill_wait": _Kind("REPRIEVE_KILL_WAIT", timedelta(0), _duration_or_zero, "go on so long after it", _seconds),
     "name": _Kind("REPRIEVE_RUN", None, str, "the run's name"),
-    "restarts": _Kind("REPRIEVE_RESTARTS", 0, _count, "how many failures to start again after"),
-    "hang": _Kind("REPRIEVE_HANG", None, _duration, "restart after so long without a step", _seconds),
+    "max_restarts": _Kind("REPRIEVE_RESTARTS", 0, _count, "how many failures to start again after"),
+    "hang_timeout": _Kind("REPRIEVE_HANG", None, _duration, "restart after so long without a step", _seconds),
     "progress_file": _Kind("TRAINING_PROGRESS_FILE", None, str, "file that tells how far the run is"),
     "progress_every": _Kind("PROGRESS_UPDATE_FREQUENCY", 10, _steps, "after how many steps it is written"),
     "metrics_port": _Kind("REPRIEVE_METRICS_PORT", AUTO, _port, "HTTP port that tells it; auto: 28080 in a pod"),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,12 +129,12 @@ class Settings:
     fresh: bool
     save_at_end: bool
     """Of an adapter that saves the last step by itself: should it?"""
-    grace: timedelta | None
+    grace_period: timedelta | None
     """None: what is usual on the platform."""
     kill_wait: timedelta
     name: str | None
-    restarts: int
-    hang: timedelta | None
+    max_restarts: int
+    hang_timeout: timedelta | None
     """None: never."""
     progress_file: str | None
     progress_every: int

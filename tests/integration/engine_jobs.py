@@ -104,7 +104,7 @@ def sharded(kind: Callable[[], nn.Module] = Odd, seed: int = 0, mesh: Any = None
 def checkpointer(root: Path, model: nn.Module, optimizer: torch.optim.Optimizer, **settings: Any) -> Checkpointer:
     state = {"model": model, "optimizer": optimizer}
     return Checkpointer(
-        root, run="r", disk=disk(), rank_timeout=settings.pop("rank_timeout", "20s"), **state, **settings
+        root, name="r", disk=disk(), rank_timeout=settings.pop("rank_timeout", "20s"), **state, **settings
     )
 
 

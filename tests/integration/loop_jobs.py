@@ -183,9 +183,14 @@ def train(job: Job) -> None:
     run: Any = Undisturbed()
     if job.safe:
         run = reprieve.Run(
-            folder / "checkpoints", every=job.every, grace=job.grace, disk=disk(), notices="off", **dict(job.options),
+            folder / "checkpoints",
+            every=job.every,
+            grace_period=job.grace,
+            disk=disk(),
+            notices="off",
+            **dict(job.options),
             **state,
-        )  # fmt: skip
+        )
     for epoch in run.epochs(job.epochs):
         if sampler is not None:
             sampler.set_epoch(epoch)

@@ -50,7 +50,7 @@ class Setup:
         if job.safe:
             self.run = reprieve.Run(
                 Path(job.folder) / "checkpoints", model=self.model, optimizer=self.optimizer, every=job.every,
-                grace=job.grace, disk=disk(), notices="off", **dict(job.options), **more,
+                grace_period=job.grace, disk=disk(), notices="off", **dict(job.options), **more,
             )  # fmt: skip
 
     def step(self, batch: Tensor) -> None:

@@ -28,7 +28,7 @@ def run(*args: object, code: int = 0) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("cli") / "checkpoints"
-    with Checkpointer(root, run="cli", keep=None, model=torch.nn.Linear(100, 100)) as checkpointer:
+    with Checkpointer(root, name="cli", keep=None, model=torch.nn.Linear(100, 100)) as checkpointer:
         for step in (10, 20, 30):
             checkpointer.save(step, epoch=step / 10, metrics={"loss": 1 / step})
     damaged = root / "checkpoint-20" / "model.safetensors"

@@ -23,7 +23,7 @@ def lab(tmp_path: Path) -> Lab:
 
 def preempted_after(lab: Lab, command: list[str]) -> float:
     """A real preemption, with all the time it needs: seconds until the launcher has ended."""
-    launched = lab.start(command, "--grace", "10m")
+    launched = lab.start(command, "--grace-period", "10m")
     before = lab.steps()
     until(lambda: lab.steps() >= before + 3, launched)
     told = time.monotonic()
@@ -40,7 +40,7 @@ def test_it_foretells_a_preemption(lab: Lab, ranks: int, slow: int | None, grace
     kept = _files(lab.job / "checkpoints")
     steps = lab.steps()
 
-    told = lab.reprieve("drill", "--grace", f"{grace}s", "--json", *command, code=0 if survives else 1)
+    told = lab.reprieve("drill", "--grace-period", f"{grace}s", "--json", *command, code=0 if survives else 1)
     report = json.loads(told.out)
     assert report["survives"] is survives and report["ranks"] == ranks
     assert report["equal"] is True, "the state after the start is the one at the stop"
@@ -60,7 +60,7 @@ def test_it_foretells_a_preemption(lab: Lab, ranks: int, slow: int | None, grace
 
 
 def test_the_table(lab: Lab) -> None:
-    shown = lab.reprieve("drill", "--grace", "60s", "--steps", "2", *lab.python(steps=500, step_s=0.05))
+    shown = lab.reprieve("drill", "--grace-period", "60s", "--steps", "2", *lab.python(steps=500, step_s=0.05))
     for words in ("signal → all ranks at one step", "→ durable", "margin", "state equal, bit for bit", "survives"):
         assert words in shown.out, str(shown)
     assert "the job, to see where its checkpoints are" in shown.err
@@ -92,7 +92,7 @@ def hf_lab(lab: Lab) -> Lab:
 
 def test_an_unmodified_script_survives_and_leaves_no_folder(hf_lab: Lab) -> None:
     before = sorted(hf_lab.folder.iterdir())
-    command = ["drill", "--grace", "60s", "--json", "--checkpoints", "runs/out", *ON_TWO_RANKS]
+    command = ["drill", "--grace-period", "60s", "--json", "--checkpoints", "runs/out", *ON_TWO_RANKS]
     report = json.loads(hf_lab.reprieve(*command).out)
     assert report["survives"] is True
     assert report["equal"] is True
@@ -108,7 +108,7 @@ def test_what_is_in_the_output_folder_stays_as_it_is(hf_lab: Lab) -> None:
     out.mkdir()
     (out / "README.md").write_text("mine")
     before = _files(out)
-    report = json.loads(hf_lab.reprieve("drill", "--grace", "60s", "--json", *TRL).out)
+    report = json.loads(hf_lab.reprieve("drill", "--grace-period", "60s", "--json", *TRL).out)
     assert report["equal"] is True
     assert _files(out) == before
     assert (out / "README.md").read_text() == "mine"
@@ -127,7 +127,7 @@ def test_data_in_another_order_is_noticed(hf_lab: Lab) -> None:
         "arguments = TrainingArguments('out', max_steps=10_000, report_to=[], use_cpu=True)\n"
         "Trainer(model, arguments, train_dataset=data).train()\n"
     )
-    command = ["drill", "--grace", "60s", "--checkpoints", "out", sys.executable, str(script)]
+    command = ["drill", "--grace-period", "60s", "--checkpoints", "out", sys.executable, str(script)]
     shown = hf_lab.reprieve(*command, code=1)
     assert "the state after the restart is not the one that was saved: data order (rank 0)" in shown.out, str(shown)
     assert "STATE NOT EQUAL" in shown.out

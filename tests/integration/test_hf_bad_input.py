@@ -145,7 +145,7 @@ def _script(folder: Path, *command: str, **env: str) -> subprocess.CompletedProc
     """Under the launcher, which would try again."""
     (folder / "train.py").write_text(_SCRIPT)
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "REPRIEVE_STATE_DIR": str(folder / "state"), **env}
-    ours = [sys.executable, "-m", "reprieve", "run", "--restarts", "3"]
+    ours = [sys.executable, "-m", "reprieve", "run", "--max-restarts", "3"]
     return subprocess.run([*ours, *command], env=env, cwd=folder, capture_output=True, text=True, timeout=120)
 
 

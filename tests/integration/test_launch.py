@@ -113,7 +113,7 @@ def test_one_of_two_nodes_is_told(lab: Lab) -> None:
 def test_a_checkpoint_of_another_model_needs_a_person(lab: Lab) -> None:
     assert lab.run(lab.python(steps=3)).code == 0
     for way in ("python", "torchrun 3", "accelerate"):
-        ended = lab.run(WAYS[way][1](lab, lab.options(steps=5, width=8)), "--restarts", "3")
+        ended = lab.run(WAYS[way][1](lab, lab.options(steps=5, width=8)), "--max-restarts", "3")
         assert ended.code == 42, f"{way}: {ended}"
         assert "it needs a person: StateMismatch" in lab.last_words()
     bare = subprocess.run(lab.python(steps=5, width=8), env=lab.env, capture_output=True, text=True, timeout=60)
@@ -124,7 +124,7 @@ def test_nothing_valid_to_resume_from_needs_a_person(lab: Lab) -> None:
     assert lab.run(lab.python(steps=3)).code == 0
     for path in lab.job.glob("checkpoints/checkpoint-*/*.safetensors"):
         path.write_bytes(path.read_bytes()[:-100] + bytes(100))
-    ended = lab.run(lab.python(steps=5), "--restarts", "3")
+    ended = lab.run(lab.python(steps=5), "--max-restarts", "3")
     assert ended.code == 42, str(ended)
     assert "it needs a person: NoValidCheckpoint" in lab.last_words()
     assert lab.run(lab.python(steps=5), "--fresh").code == 0
@@ -167,7 +167,7 @@ def test_as_the_first_process_of_a_namespace(lab: Lab) -> None:
 )
 def test_torchrun_waits_for_a_save_of_more_than_30_seconds(lab: Lab) -> None:
     """As long as the grace period lasts, and no longer is asked for."""
-    launched = lab.start(lab.torchrun(2, steps=1000, step_s=0.05, width=190_000, slow=300_000), "--grace", "2m")
+    launched = lab.start(lab.torchrun(2, steps=1000, step_s=0.05, width=190_000, slow=300_000), "--grace-period", "2m")
     until(lambda: lab.steps() >= 3, launched)
     launched.terminate()
     told = time.monotonic()
@@ -189,9 +189,9 @@ def test_a_launcher_that_is_killed_stops_its_job(lab: Lab) -> None:
 
 def test_explain_says_what_comes_from_where(lab: Lab) -> None:
     lab.env["CHECKPOINT_MAX_RETAIN"] = "7"
-    shown = lab.reprieve("run", "--explain", "--grace", "2m", "train.py").out
+    shown = lab.reprieve("run", "--explain", "--grace-period", "2m", "train.py").out
     rows = {line.split()[0]: line.split()[1:3] for line in shown.splitlines()}
-    assert rows["grace"] == ["120s", "--grace"]
+    assert rows["grace_period"] == ["120s", "--grace-period"]
     assert rows["keep"] == ["7", "CHECKPOINT_MAX_RETAIN"]
     assert rows["every"] == ["10m", "default"]
 
@@ -202,7 +202,7 @@ def test_what_was_said_arrives_in_the_script(lab: Lab) -> None:
         "import reprieve, torch, json\n"
         "run = reprieve.Run(model=torch.nn.Linear(2, 2), notices='off')\n"
         "schedule, kept = run.checkpointer.schedule, run.checkpointer.retention\n"
-        "print(json.dumps([str(run.checkpointer.root), schedule.steps, kept.keep, run.checkpointer.run]))\n"
+        "print(json.dumps([str(run.checkpointer.root), schedule.steps, kept.keep, run.checkpointer.run_name]))\n"
         "run.finish()\n"
     )
     ended = lab.run(["train.py"], "--checkpoints", "my checkpoints", "--every", "7", "--keep", "2", "--name", "mine")

@@ -58,8 +58,8 @@ def started_rank(lab: Lab, rank: int, launched: Launched) -> int:
     ],
 )
 def test_sigterm_to_one_process_is_a_stop(lab: Lab, way: str, rank: int, moment: str) -> None:
-    """Neither `--restarts` nor torchrun's `--max-restarts` starts it again, and no traceback is shown."""
-    launched = lab.start(command(lab, way, "import" if moment == "exec" else moment), "--restarts", "2")
+    """Neither `--max-restarts` nor torchrun's `--max-restarts` starts it again, and no traceback is shown."""
+    launched = lab.start(command(lab, way, "import" if moment == "exec" else moment), "--max-restarts", "2")
     if moment == "exec":
         pid = started_rank(lab, rank, launched)
     else:
@@ -76,7 +76,7 @@ def test_sigterm_to_one_process_is_a_stop(lab: Lab, way: str, rank: int, moment:
 
 
 def test_sigterm_to_torchrun_alone_is_a_stop(lab: Lab) -> None:
-    launched = lab.start(command(lab, "torchrun", "ready"), "--restarts", "2")
+    launched = lab.start(command(lab, "torchrun", "ready"), "--max-restarts", "2")
     until((lab.job / "pid-1").exists, launched)
     rank = int((lab.job / "pid-1").read_text())
     parent = Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1]

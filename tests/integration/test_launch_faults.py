@@ -28,7 +28,7 @@ def test_a_script_that_ignores_the_signal(lab: Lab) -> None:
         "import signal, time, pathlib\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "pathlib.Path('ready').touch()\ntime.sleep(60)\n"
     )
-    launched = lab.start(["deaf.py"], "--grace", "2s")
+    launched = lab.start(["deaf.py"], "--grace-period", "2s")
     until((lab.folder / "ready").exists, launched)
     told = time.monotonic()
     launched.terminate()
@@ -42,7 +42,7 @@ def test_a_script_that_ignores_the_signal(lab: Lab) -> None:
 
 def test_a_script_that_hangs(lab: Lab) -> None:
     """Its stacks first; then it is ended, and started again."""
-    ended = lab.run(lab.python(steps=10, hang_at=5, step_s=0.3, every=2), "--hang", "2s", "--restarts", "1")
+    ended = lab.run(lab.python(steps=10, hang_at=5, step_s=0.3, every=2), "--hang-timeout", "2s", "--max-restarts", "1")
     assert ended.code == 137, str(ended)
     assert ended.err.count("the job hangs, after step 4") == 2
     assert ended.err.count("_wait_for_ever") >= 2, "the stacks of the rank"
@@ -52,7 +52,7 @@ def test_a_script_that_hangs(lab: Lab) -> None:
 
 
 def test_a_script_that_always_fails_at_one_step(lab: Lab) -> None:
-    ended = lab.run(lab.python(steps=10, crash_at=5, every=3), "--restarts", "20")
+    ended = lab.run(lab.python(steps=10, crash_at=5, every=3), "--max-restarts", "20")
     assert ended.code == 1, str(ended)
     assert ended.err.count("RuntimeError: it always fails at step 5") == 3
     assert "no progress: 3 attempts in a row ended at step 5 or before" in lab.last_words()
@@ -61,7 +61,7 @@ def test_a_script_that_always_fails_at_one_step(lab: Lab) -> None:
 
 
 def test_a_script_that_exits_with_0_before_it_has_finished(lab: Lab) -> None:
-    ended = lab.run(lab.python(steps=10, leave_at=4), "--restarts", "3")
+    ended = lab.run(lab.python(steps=10, leave_at=4), "--max-restarts", "3")
     assert ended.code == 1, str(ended)
     assert "the script ended with 0 at step 4, and its training is not finished" in lab.last_words()
     assert lab.only_run()["restarts"] == 0
@@ -145,7 +145,7 @@ def test_a_script_that_is_not_protected_is_told_so_once(lab: Lab) -> None:
 
 
 def test_a_setting_that_is_wrong(lab: Lab) -> None:
-    for words in (["--every", "foo"], ["--restarts", "many"], ["--grace", "soon"], ["--name", "../x"]):
+    for words in (["--every", "foo"], ["--max-restarts", "many"], ["--grace-period", "soon"], ["--name", "../x"]):
         ended = lab.run(["true"], *words)
         assert ended.code == 42 and words[1] in ended.err, str(ended)
     lab.env["CHECKPOINT_STRATEGY"] = "weekly"
@@ -154,7 +154,7 @@ def test_a_setting_that_is_wrong(lab: Lab) -> None:
 
 
 def test_told_to_stop_between_two_attempts(lab: Lab) -> None:
-    launched = lab.start([sys.executable, "-c", "raise SystemExit(3)"], "--restarts", "9")
+    launched = lab.start([sys.executable, "-c", "raise SystemExit(3)"], "--max-restarts", "9")
     until(lambda: any(one["state"] == "waiting to restart" and one["restarts"] >= 2 for one in lab.status()), launched)
     launched.terminate()
     ended = launched.wait(10)

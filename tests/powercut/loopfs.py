@@ -41,7 +41,7 @@ class LoopDisk:
         """False from the moment before a cut begins. What a process learns later, nobody would have heard of."""
         self.path = Path(tempfile.mkdtemp(prefix="powercut-")) / "mnt"
         self.path.mkdir()
-        self._guard = Guard(self.path)
+        self._stop_listener = Guard(self.path)
 
     def mount(self) -> None:
         if self._still_used:
@@ -85,7 +85,7 @@ class LoopDisk:
             self._closed = True
             with contextlib.suppress(OSError):
                 self.unmount()
-            self._guard.fire()
+            self._stop_listener.fire()
             os.close(self._image)
 
     def __enter__(self) -> LoopDisk:

@@ -53,7 +53,7 @@ class Job:
         )
 
     def checkpointer(self, root: Path, **options: Any) -> Checkpointer:
-        return Checkpointer(root, run=RUN, rng=False, **{"keep": 2, **options}, **self.state)
+        return Checkpointer(root, name=RUN, rng=False, **{"keep": 2, **options}, **self.state)
 
 
 def check_visible(root: Path, at_least: int) -> int:

@@ -64,7 +64,7 @@ class Recorder:
         self.path, self._file = folder / "mnt", folder / "disk.img"
         self.path.mkdir()
         self._file.touch()
-        self._guard = Guard(self.path, self._file)
+        self._stop_listener = Guard(self.path, self._file)
         self._server: subprocess.Popen[bytes] | None = None
         self._entries: list[Entry] | None = None
         self._marks: socket.socket | None = None
@@ -119,7 +119,7 @@ class Recorder:
         for path in (self.path, self._file):
             with contextlib.suppress(OSError):
                 unmount_soon(path)
-        self._guard.fire()
+        self._stop_listener.fire()
         self._marks.close()
         self._marks = None
         if self._server is not None:

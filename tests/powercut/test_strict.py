@@ -61,7 +61,7 @@ def a_save_with_files_in_sub_folders(root: Path, disk: Recording) -> Check:
     checkpointer = Job().at(1).checkpointer(root, disk=disk)
     disk.mark("started")
     files = [bytes_layout(name, b"x" * 5000) for name in ("inner/x.bin", "inner/more/y.bin")]
-    checkpointer.save(1, files=lambda: files)
+    checkpointer.save(1, extra_files=lambda: files)
     disk.mark("saved 1")
 
     def check(top: Path, marks: list[str]) -> None:

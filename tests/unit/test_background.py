@@ -218,7 +218,7 @@ def test_its_memory_is_given_back_when_it_is_closed(tmp_path: Path) -> None:
 def test_the_last_save_is_not_slowed_down_by_memory_that_is_being_made(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, model=small_model()) as checkpointer:
         checkpointer.warm_up(more=100 * BLOCK_BYTES)
-        checkpointer.save(1, within=timedelta(seconds=30))
+        checkpointer.save(1, time_limit=timedelta(seconds=30))
         made = checkpointer._pool.made
         assert made < 100
         time.sleep(0.2)

@@ -20,7 +20,7 @@ from reprieve.storage.disk import Disk
 
 
 def run_with(root: Path, *steps: int, run: str = "r") -> None:
-    with Checkpointer(root, run=run, keep=None, model=small_model()) as checkpointer:
+    with Checkpointer(root, name=run, keep=None, model=small_model()) as checkpointer:
         for step in steps:
             checkpointer.save(step)
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 
 from reprieve.errors import ConfigError
-from reprieve.preemption.deadline import NO_LIMIT_S, Grace, grace_period
+from reprieve.preemption.deadline import NO_LIMIT_S, Grace, resolve_grace_period
 from reprieve.preemption.stop_listener import signal_number
 
 
@@ -28,7 +28,7 @@ from reprieve.preemption.stop_listener import signal_number
     ],
 )
 def test_who_says_how_long(given: str | None, env: dict[str, str], seconds: float | None, certain: bool) -> None:
-    grace = grace_period(given, env)
+    grace = resolve_grace_period(given, env)
     assert grace.period == (None if seconds is None else timedelta(seconds=seconds))
     assert grace.certain is certain
 
@@ -36,12 +36,12 @@ def test_who_says_how_long(given: str | None, env: dict[str, str], seconds: floa
 @pytest.mark.parametrize("text", ["soon", "-3", "0"])
 def test_nonsense_is_refused_by_name(text: str) -> None:
     with pytest.raises(ConfigError, match="REPRIEVE_GRACE"):
-        grace_period(None, {"REPRIEVE_GRACE": text})
+        resolve_grace_period(None, {"REPRIEVE_GRACE": text})
 
 
 def test_it_reads_as_a_sentence() -> None:
     assert str(Grace(timedelta(seconds=30), "as given")) == "30 s (as given)"
-    assert str(grace_period(None, {})) == "no limit is known (set REPRIEVE_GRACE if there is one)"
+    assert str(resolve_grace_period(None, {})) == "no limit is known (set REPRIEVE_GRACE if there is one)"
 
 
 def test_signals_by_name_and_number() -> None:

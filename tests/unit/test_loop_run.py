@@ -53,7 +53,7 @@ def test_a_resume_is_logged_where_it_is_seen(
     if has_launcher:
         monkeypatch.setenv("REPRIEVE_LAUNCHER", str(tmp_path / "socket"))
     with make(tmp_path / "out") as run:
-        run._session.telling._reporter.close()
+        run._session.reporter._reporter.close()
     if has_launcher:
         faulthandler.unregister(signal.SIGQUIT)
     found = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
@@ -96,7 +96,7 @@ def test_epochs_without_a_number(tmp_path: Path) -> None:
         next(iter(run.epochs()))
 
 
-@pytest.mark.parametrize(("option", "value"), [("grace", "soon"), ("signals", ["SIGKILL"]), ("notices", "moon")])
+@pytest.mark.parametrize(("option", "value"), [("grace_period", "soon"), ("signals", ["SIGKILL"]), ("notices", "moon")])
 def test_settings_that_are_wrong(option: str, value: Any, tmp_path: Path) -> None:
     with pytest.raises(reprieve.ConfigError):
         make(tmp_path, **{option: value})

@@ -241,9 +241,9 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_an_old_attempt_cannot_commit_after_a_newer_one_took_over(tmp_path: Path) -> None:
-    old = Checkpointer(tmp_path, run="r", model=small_model())
+    old = Checkpointer(tmp_path, name="r", model=small_model())
     old.save(1)
-    new = Checkpointer(tmp_path, run="r", model=small_model(), take_over_after="1ms")
+    new = Checkpointer(tmp_path, name="r", model=small_model(), take_over_after="1ms")
     with pytest.raises(Fenced, match="attempt 2"):
         old.save(2)
     assert [one.step for one in list_checkpoints(tmp_path)] == [1]
@@ -261,10 +261,10 @@ def test_an_old_attempt_that_wakes_up_in_the_middle_of_a_save(tmp_path: Path) ->
 
         def flush(self, file: OpenFile) -> None:
             if file.path.name == "model.safetensors":
-                taken.append(Checkpointer(tmp_path, run="r", model=small_model(), take_over_after="1ms"))
+                taken.append(Checkpointer(tmp_path, name="r", model=small_model(), take_over_after="1ms"))
             super().flush(file)
 
-    old = Checkpointer(tmp_path, run="r", model=small_model(), disk=Sleeps())
+    old = Checkpointer(tmp_path, name="r", model=small_model(), disk=Sleeps())
     with pytest.raises(Fenced):
         old.save(1)
     assert list_checkpoints(tmp_path) == []
@@ -314,7 +314,7 @@ def test_a_start_that_fails_gives_the_folder_up(tmp_path: Path, monkeypatch: pyt
 HOLD = """
 import sys, torch
 from reprieve import Checkpointer
-checkpointer = Checkpointer(sys.argv[1], run=sys.argv[2], model=torch.nn.Linear(2, 2), take_over_after="30s")
+checkpointer = Checkpointer(sys.argv[1], name=sys.argv[2], model=torch.nn.Linear(2, 2), take_over_after="30s")
 checkpointer.save(int(sys.argv[3]))
 print("holding", flush=True)
 sys.stdin.read()
@@ -334,11 +334,11 @@ def test_two_runs_on_one_folder(tmp_path: Path) -> None:
     process = hold(tmp_path, "first", 1)
     try:
         with pytest.raises(FolderInUse, match=f"run 'first'.*process {process.pid}"):
-            Checkpointer(tmp_path, run="second", model=small_model())
+            Checkpointer(tmp_path, name="second", model=small_model())
         process.send_signal(signal.SIGKILL)
         process.wait()
         start = time.monotonic()
-        with Checkpointer(tmp_path, run="first", model=small_model()) as checkpointer:
+        with Checkpointer(tmp_path, name="first", model=small_model()) as checkpointer:
             assert checkpointer.attempt == 2
         assert time.monotonic() - start < 5, "a dead process's lock is free at once"
     finally:
@@ -351,7 +351,7 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     code = (
         "import os, sys, time, torch\n"
         "from reprieve import Checkpointer\n"
-        "checkpointer = Checkpointer(sys.argv[1], run='r', model=torch.nn.Linear(2, 2))\n"
+        "checkpointer = Checkpointer(sys.argv[1], name='r', model=torch.nn.Linear(2, 2))\n"
         "child = os.fork()\n"
         "if child == 0:\n"
         "    os.close(1)\n"

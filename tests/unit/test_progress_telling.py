@@ -46,7 +46,7 @@ def train(run: reprieve.Run, steps: int) -> None:
 
 
 def snapshot(run: reprieve.Run) -> Progress:
-    return run._session.telling.tracker.snapshot()
+    return run._session.reporter.tracker.snapshot()
 
 
 def saves(run: reprieve.Run) -> Checkpoints:
@@ -195,18 +195,18 @@ def test_why_a_run_could_not_begin_is_told(tmp_path: Path, told: Path) -> None:
 
 
 def test_who_may_not_have_the_folder_does_not_speak_for_whoever_has_it(told: Path) -> None:
-    telling = RunReporter(0, 1, resolve({}), bar=False)
-    telling.refused(FolderInUse("another run has it"))
-    telling.closing(0, finished=False)
+    reporter = RunReporter(0, 1, resolve({}), bar=False)
+    reporter.refused(FolderInUse("another run has it"))
+    reporter.closing(0, finished=False)
     assert not told.exists()
 
 
 def test_only_the_first_rank_tells_why(told: Path) -> None:
     for rank in (1, 0):
         assert not told.exists()
-        telling = RunReporter(rank, 2, resolve({}), bar=False)
-        telling.refused(RankFailed(1, "StorageFull: no room", during="own"))
-        telling.closing(0, finished=False)
+        reporter = RunReporter(rank, 2, resolve({}), bar=False)
+        reporter.refused(RankFailed(1, "StorageFull: no room", during="own"))
+        reporter.closing(0, finished=False)
     assert json.loads(told.read_text())["reason"] == "StorageFull: no room"
 
 

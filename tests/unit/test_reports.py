@@ -143,9 +143,9 @@ def test_who_only_heard_of_a_refusal_tells_it_as_the_one_that_refused(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(report.LAUNCHER, str(listener.path))
-    telling = RunReporter(0, 3, resolve({}), bar=False)
-    telling.refused(RankFailed(2, "StateMismatch: another model", during="prepare", for_a_person=True))
-    telling._reporter.close()
+    reporter = RunReporter(0, 3, resolve({}), bar=False)
+    reporter.refused(RankFailed(2, "StateMismatch: another model", during="prepare", for_a_person=True))
+    reporter._reporter.close()
     faulthandler.unregister(signal.SIGQUIT)
     assert hear(listener).refused == "StateMismatch: another model"
 

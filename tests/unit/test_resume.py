@@ -41,14 +41,14 @@ class Counter(nn.Module):
 
 
 def run_with(root: Path, *steps: int, run: str = "r") -> None:
-    with Checkpointer(root, run=run, keep=None, model=(model := Counter())) as checkpointer:
+    with Checkpointer(root, name=run, keep=None, model=(model := Counter())) as checkpointer:
         for step in steps:
             model.step.fill_(step)
             checkpointer.save(step)
 
 
 def resumed(root: Path, run: str | None = "r", **options: Any) -> tuple[int, Any]:
-    with Checkpointer(root, run=run, keep=None, model=(model := Counter()), **options) as checkpointer:
+    with Checkpointer(root, name=run, keep=None, model=(model := Counter()), **options) as checkpointer:
         result = checkpointer.restore()
         return int(model), result
 
@@ -72,7 +72,7 @@ def test_the_newest_is_taken(tmp_path: Path) -> None:
 
 def test_the_next_save_says_what_it_came_from(tmp_path: Path) -> None:
     run_with(tmp_path, 1)
-    with Checkpointer(tmp_path, run="r", model=Counter()) as checkpointer:
+    with Checkpointer(tmp_path, name="r", model=Counter()) as checkpointer:
         checkpointer.restore()
         path = checkpointer.save(2).path
     manifest = read_manifest(path)
@@ -165,7 +165,7 @@ def test_leftovers_of_a_dead_attempt_go(tmp_path: Path) -> None:
 def test_one_that_is_there_already_and_valid_is_kept(tmp_path: Path) -> None:
     run_with(tmp_path, 1)
     before = (tmp_path / "checkpoint-1" / MANIFEST).read_bytes()
-    with Checkpointer(tmp_path, run="r", model=Counter(77)) as checkpointer:
+    with Checkpointer(tmp_path, name="r", model=Counter(77)) as checkpointer:
         save = checkpointer.save(1)
     assert "valid" in save.skipped
     assert (tmp_path / "checkpoint-1" / MANIFEST).read_bytes() == before
@@ -189,7 +189,7 @@ def test_one_that_is_there_already_and_damaged_is_set_aside(tmp_path: Path) -> N
 
 def test_one_of_another_run_does_not_count_as_saved(tmp_path: Path) -> None:
     run_with(tmp_path, 1, run="other")
-    with Checkpointer(tmp_path, run="r", model=Counter(77)) as checkpointer:
+    with Checkpointer(tmp_path, name="r", model=Counter(77)) as checkpointer:
         assert checkpointer.save(1).skipped is None
     ours, theirs = list_checkpoints(tmp_path)
     assert ours.manifest is not None and (ours.path.name, ours.manifest.run) == ("checkpoint-1", "r")
@@ -256,7 +256,7 @@ def test_a_hostile_pickle_is_refused_and_never_run(tmp_path: Path) -> None:
     root, flag = tmp_path / "run", tmp_path / "executed"
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters())
-    with Checkpointer(root, run="r", model=model, optimizer=optimizer) as checkpointer:
+    with Checkpointer(root, name="r", model=model, optimizer=optimizer) as checkpointer:
         good, bad = checkpointer.save(1).path, checkpointer.save(2).path
     with zipfile.ZipFile(bad / "optimizer.pt", "w") as archive:
         archive.writestr("archive/data.pkl", evil_pickle(flag))
@@ -264,7 +264,7 @@ def test_a_hostile_pickle_is_refused_and_never_run(tmp_path: Path) -> None:
     files = {**read_manifest(bad).files, "optimizer.pt": entry_of(bad / "optimizer.pt")}
     rewrite_manifest(bad, files=files)
     verify(bad, pool)  # as far as bytes go it is what the manifest says
-    with Checkpointer(root, run="r", model=model, optimizer=optimizer) as checkpointer:
+    with Checkpointer(root, name="r", model=model, optimizer=optimizer) as checkpointer:
         result = checkpointer.restore()
     assert result.path == good
     assert "refused" in result.passed_over[0].reason

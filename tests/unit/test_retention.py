@@ -31,23 +31,25 @@ def found(step: int, problem: str | None = None, **metrics: float) -> Checkpoint
     return CheckpointInfo(Path(f"checkpoint-{step}"), step, known, problem, 1, datetime.now(timezone.utc))
 
 
-def doomed(candidates: list[CheckpointInfo], **rules: Any) -> list[int]:
+def removable(candidates: list[CheckpointInfo], **rules: Any) -> list[int]:
     newest = max((one.step for one in candidates if one.problem is None), default=0)
-    return [one.step for one in Retention(**rules).doomed(candidates, "r", newest)]
+    return [one.step for one in Retention(**rules).removable(candidates, "r", newest)]
 
 
 HERE = [found(step) for step in (60, 50, 40, 30, 20, 10)]
 
 
 def test_the_last_so_many() -> None:
-    assert doomed(HERE, keep=2) == [10, 20, 30, 40]
-    assert doomed(HERE, keep=1) == [10, 20, 30, 40, 50]
-    assert doomed(HERE, keep=6) == doomed(HERE, keep=7) == doomed(HERE, keep=None) == doomed([], keep=1) == []
+    assert removable(HERE, keep=2) == [10, 20, 30, 40]
+    assert removable(HERE, keep=1) == [10, 20, 30, 40, 50]
+    assert (
+        removable(HERE, keep=6) == removable(HERE, keep=7) == removable(HERE, keep=None) == removable([], keep=1) == []
+    )
 
 
 def test_a_pinned_one_stays_and_counts() -> None:
     def doomed_beside(*pinned: int, keep: int) -> list[int]:
-        return [one.step for one in Retention(keep=keep).doomed(HERE, "r", 60, pinned)]
+        return [one.step for one in Retention(keep=keep).removable(HERE, "r", 60, pinned)]
 
     assert doomed_beside(20, keep=2) == [10, 30, 40, 50]
     assert doomed_beside(20, keep=3) == [10, 30, 40]
@@ -57,27 +59,27 @@ def test_a_pinned_one_stays_and_counts() -> None:
 
 
 def test_besides_every_kth() -> None:
-    assert doomed(HERE, keep=1, keep_every=20) == [10, 30, 50]
+    assert removable(HERE, keep=1, keep_every=20) == [10, 30, 50]
 
 
 def test_besides_the_best() -> None:
     scored = [found(step, loss=abs(step - 25)) for step in (40, 30, 21, 5)]
-    assert doomed(scored, keep=1, best=("loss", "min")) == [5, 30]
-    assert doomed(scored, keep=1, best=("loss", "max")) == [21, 30]
-    assert doomed(scored, keep=1, best=("accuracy", "max")) == [5, 21, 30]
+    assert removable(scored, keep=1, best=("loss", "min")) == [5, 30]
+    assert removable(scored, keep=1, best=("loss", "max")) == [21, 30]
+    assert removable(scored, keep=1, best=("accuracy", "max")) == [5, 21, 30]
 
 
 def test_besides_what_the_script_requested() -> None:
     mixed = [replace(one, manifest=manifest(one.step, unrequested=one.step != 30)) for one in HERE]
-    assert doomed(mixed, keep=2, keep_requested=True) == [10, 20, 40]
-    assert doomed(mixed, keep=2) == [10, 20, 30, 40]
-    assert doomed(HERE, keep=2, keep_requested=True) == []
+    assert removable(mixed, keep=2, keep_requested=True) == [10, 20, 40]
+    assert removable(mixed, keep=2) == [10, 20, 30, 40]
+    assert removable(HERE, keep=2, keep_requested=True) == []
 
 
 def test_an_invalid_one_neither_counts_nor_goes() -> None:
     mixed = [found(60, "torn"), found(50), found(40, "torn"), found(30), found(20)]
-    assert doomed(mixed, keep=2) == [20]
-    assert doomed([found(60, "torn"), found(50)], keep=1) == []
+    assert removable(mixed, keep=2) == [20]
+    assert removable([found(60, "torn"), found(50)], keep=1) == []
 
 
 @pytest.mark.parametrize(
@@ -302,13 +304,13 @@ class SlowToRemove(Disk):
 def test_a_removal_that_takes_long_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "_COMMIT_WAIT", timedelta(milliseconds=100))
     disk = SlowToRemove()
-    checkpointer = Checkpointer(tmp_path, run="r", model=small_model(), keep=1, disk=disk)
+    checkpointer = Checkpointer(tmp_path, name="r", model=small_model(), keep=1, disk=disk)
     checkpointer.save(1)
     checkpointer.save(2)
     assert disk.removing.wait(30)
     checkpointer.save(3)
     checkpointer.leave()
-    with Checkpointer(tmp_path, run="r", model=small_model(), keep=None) as second:
+    with Checkpointer(tmp_path, name="r", model=small_model(), keep=None) as second:
         assert second.attempt == 2
         assert not (tmp_path / ".checkpoint-1.deleting").exists(), "who takes over removes it, too"
         disk.go.set()
@@ -318,10 +320,10 @@ def test_a_removal_that_takes_long_holds_nobody_up(tmp_path: Path, monkeypatch: 
 
 
 def test_what_was_just_saved_is_not_removed_for_another_run(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, run="old", model=small_model(), keep=3) as checkpointer:
+    with Checkpointer(tmp_path, name="old", model=small_model(), keep=3) as checkpointer:
         for step in (100, 200, 300):
             checkpointer.save(step)
-    with Checkpointer(tmp_path, run="new", model=small_model(), keep=3) as checkpointer:
+    with Checkpointer(tmp_path, name="new", model=small_model(), keep=3) as checkpointer:
         path = checkpointer.save(1).path
         checkpointer.wait()
         assert path.exists()
@@ -336,9 +338,9 @@ def test_what_was_just_saved_is_not_removed_for_higher_steps(tmp_path: Path) -> 
 
 
 def test_checkpoints_of_another_run_are_not_removed(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, run="old", model=small_model()) as checkpointer:
+    with Checkpointer(tmp_path, name="old", model=small_model()) as checkpointer:
         checkpointer.save(1)
-    with Checkpointer(tmp_path, run="new", model=small_model(), keep=1) as checkpointer:
+    with Checkpointer(tmp_path, name="new", model=small_model(), keep=1) as checkpointer:
         checkpointer.save(2)
         checkpointer.wait()
     assert steps(tmp_path) == [2, 1]

@@ -19,20 +19,30 @@ EVERY_SETTING = [
     ("keep", "CHECKPOINT_MAX_RETAIN", ("all", ALL), ("5", 5), 3),
     ("fresh", "CHECKPOINT_RESUME", (True, True), ("true", False), False),
     ("save_at_end", "REPRIEVE_SAVE_AT_END", (False, False), ("no", False), True),
-    ("grace", "REPRIEVE_GRACE", ("2m", 2 * MINUTE), ("60", MINUTE), None),
+    ("grace_period", "REPRIEVE_GRACE", ("2m", 2 * MINUTE), ("60", MINUTE), None),
     ("kill_wait", "REPRIEVE_KILL_WAIT", ("0", timedelta(0)), ("60s", MINUTE), timedelta(0)),
     ("name", "REPRIEVE_RUN", ("mine", "mine"), ("theirs", "theirs"), None),
-    ("restarts", "REPRIEVE_RESTARTS", ("3", 3), ("0", 0), 0),
-    ("hang", "REPRIEVE_HANG", ("1h30m", 90 * MINUTE), ("2.5", timedelta(seconds=2.5)), None),
+    ("max_restarts", "REPRIEVE_RESTARTS", ("3", 3), ("0", 0), 0),
+    ("hang_timeout", "REPRIEVE_HANG", ("1h30m", 90 * MINUTE), ("2.5", timedelta(seconds=2.5)), None),
     ("progress_file", "TRAINING_PROGRESS_FILE", ("a.json", "a.json"), ("/b.json", "/b.json"), None),
     ("progress_every", "PROGRESS_UPDATE_FREQUENCY", ("1", 1), ("5", 5), 10),
     ("metrics_port", "REPRIEVE_METRICS_PORT", ("0", 0), (" OFF ", OFF), AUTO),
 ]
 ALL_SAID = {
-    "checkpoints": "/data/run 1", "every": "epoch", "keep": "all", "fresh": True, "grace": "1m30s", "kill_wait": "0",
-    "name": "mine", "restarts": "4", "hang": "10m", "progress_file": "/data/p.json", "progress_every": "7",
-    "metrics_port": "9100", "save_at_end": False,
-}  # fmt: skip
+    "checkpoints": "/data/run 1",
+    "every": "epoch",
+    "keep": "all",
+    "fresh": True,
+    "grace_period": "1m30s",
+    "kill_wait": "0",
+    "name": "mine",
+    "max_restarts": "4",
+    "hang_timeout": "10m",
+    "progress_file": "/data/p.json",
+    "progress_every": "7",
+    "metrics_port": "9100",
+    "save_at_end": False,
+}
 
 
 def test_the_table_has_every_setting() -> None:
@@ -56,8 +66,8 @@ def test_argument_then_environment_then_default(
 
 
 def test_an_argument_that_is_no_text_is_taken_as_it_is() -> None:
-    settings = resolve({"keep": 7, "grace": MINUTE, "every": 500}, {}, options=False)
-    assert (settings.keep, settings.grace, settings.every) == (7, MINUTE, 500)
+    settings = resolve({"keep": 7, "grace_period": MINUTE, "every": 500}, {}, options=False)
+    assert (settings.keep, settings.grace_period, settings.every) == (7, MINUTE, 500)
     assert settings.sources["keep"] == "keep="
 
 
@@ -108,15 +118,15 @@ BAD = [
     ("keep", "0"),
     ("keep", "-1"),
     ("keep", "many"),
-    ("grace", "soon"),
-    ("grace", "0"),
-    ("grace", "-5s"),
+    ("grace_period", "soon"),
+    ("grace_period", "0"),
+    ("grace_period", "-5s"),
     ("kill_wait", "5 parsecs"),
-    ("restarts", "-1"),
-    ("restarts", "often"),
-    ("restarts", "²"),
-    ("hang", "never"),
-    ("hang", "²"),
+    ("max_restarts", "-1"),
+    ("max_restarts", "often"),
+    ("max_restarts", "²"),
+    ("hang_timeout", "never"),
+    ("hang_timeout", "²"),
     ("progress_every", "0"),
     ("progress_every", "often"),
     ("metrics_port", "65536"),
@@ -178,7 +188,7 @@ def test_an_interval_is_understood_alike_beside_the_strategy(strategy: str, inte
 
 
 @pytest.mark.parametrize("text", ["1ms", "2.5s", "90s", "1h30m", "12h", "14d", "123456.5s"])
-@pytest.mark.parametrize("name", ["grace", "kill_wait", "hang"])
+@pytest.mark.parametrize("name", ["grace_period", "kill_wait", "hang_timeout"])
 def test_a_duration_is_passed_on_exactly(name: str, text: str) -> None:
     settings = resolve({name: text}, {})
     assert getattr(resolve({}, settings.environment()), name) == getattr(settings, name)

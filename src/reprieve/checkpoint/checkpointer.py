@@ -74,7 +74,7 @@ class Checkpointer:
 
     `every`: when `save_if_due` saves: 500, "500 steps", "epoch", "10m", a list of them, or None for never.
     `keep`, `keep_every`, `best`, `keep_requested`: what retention keeps, see `Retention`.
-    `run`: the run's name; the same name after a restart goes on with the run. Default: `REPRIEVE_RUN`, else the name
+    `name`: the run's name; the same name after a restart goes on with the run. Default: `REPRIEVE_RUN`, else the name
         that the folder has already, else a new one.
     `fresh`: start over; checkpoints that are there already are moved to a folder beside them.
     `strict`: a missing or unexpected key on the way back is an error.
@@ -94,7 +94,7 @@ class Checkpointer:
         keep_every: int | None = None,
         best: tuple[str, str] | None = None,
         keep_requested: bool = False,
-        run: str | None = None,
+        name: str | None = None,
         fresh: bool = False,
         strict: bool = True,
         rng: bool = True,
@@ -124,18 +124,18 @@ class Checkpointer:
         self._pool = BlockPool(pinned=torch.cuda.is_available())
         self._staging = StagingBuffers(self._pool)
         self._background = Background()
-        self._speed = SaveThroughput(self._clock)
-        self._retiring = Pruner(self._disk, self.root, self.retention)
+        self._throughput = SaveThroughput(self._clock)
+        self._pruner = Pruner(self._disk, self.root, self.retention)
         self._saved: set[Path] = set()
         self._closed = self._ending = False
         self._saves = 0
         self._ranks_are_ours = ranks is None
         self._ranks = ranks if ranks is not None else Ranks.detect(parse_duration(rank_timeout))
-        self._owner = self._take_part(run or os.environ.get("REPRIEVE_RUN") or None, parse_duration(take_over_after))
-        self._ranks = self._ranks.scoped(f"{self.run}/{self.attempt}")
-        self._due = CoordinatedSchedule(self.schedule, self._ranks)
+        self._lease = self._join_run(name or os.environ.get("REPRIEVE_RUN") or None, parse_duration(take_over_after))
+        self._ranks = self._ranks.scoped(f"{self.run_name}/{self.attempt}")
+        self._coordinated = CoordinatedSchedule(self.schedule, self._ranks)
 
-    def _take_part(self, run: str | None, wait: timedelta) -> LeaseView:
+    def _join_run(self, run: str | None, wait: timedelta) -> LeaseView:
         """Rank 0 becomes the owner of the folder, for all ranks."""
         mine: FolderLease | None = None
 
@@ -149,7 +149,7 @@ class Checkpointer:
                 resume.make_root(self._disk, self.root)
                 mine = acquire(self._disk, self.root, run, wait=wait, clock=self._clock)
                 resume.clean_up(self._disk, self.root, fresh=self._fresh)
-                self._retiring.look_around(mine.run, bytes_on_disk(first_plan))
+                self._pruner.look_around(mine.run, bytes_on_disk(first_plan))
                 return asdict(mine.record)
 
         member: LeaseView | None = None
@@ -173,14 +173,14 @@ class Checkpointer:
         return member
 
     @property
-    def run(self) -> str:
+    def run_name(self) -> str:
         """The run's name."""
-        return self._owner.run
+        return self._lease.run
 
     @property
     def attempt(self) -> int:
         """How often the folder was taken: the fencing number of this process."""
-        return self._owner.attempt
+        return self._lease.attempt
 
     # Saving
 
@@ -191,22 +191,22 @@ class Checkpointer:
         epoch: float | None = None,
         metrics: Mapping[str, float] | None = None,
         values: Mapping[str, Any] | None = None,
-        files: Callable[[], Sequence[FileLayout]] = tuple,
+        extra_files: Callable[[], Sequence[FileLayout]] = tuple,
         unrequested: bool = False,
         replace: bool = False,
         background: bool = False,
         progress: Progress | None = None,
-        within: timedelta | None = None,
+        time_limit: timedelta | None = None,
     ) -> Save:
         """Save the state as `checkpoint-<step>`. Durable on return; with `background`, once `wait()` returns.
 
-        `files`: more files of this rank; asked for once, when the save before this one is done, and of all ranks before
-        any of them can have failed: there may be collectives in it.
-        `unrequested`: the script's save strategy did not ask for this save (see `Retention.keep_requested`).
-        `replace`: a checkpoint of this step that this process has saved or restored does not count as this save: it is
-        replaced. It stays until the new one is durable.
-        `within`: the process ends after this save, so soon. Nothing is retired any more, and no rank is waited for
-        longer.
+        `extra_files`: more files of this rank. Called once, after the save before this one has ended, and on all ranks
+            before any of them can have failed: it may use collectives.
+        `unrequested`: the script's save strategy did not request this save (see `Retention.keep_requested`).
+        `replace`: replace a checkpoint of this step even if this process has saved or restored it. The old one stays
+            until the new one is durable.
+        `time_limit`: the process ends this soon after the save. Retention no longer runs, and no rank is waited for
+            longer than this.
         """
         step = operator.index(step)
         if step < 0:
@@ -214,58 +214,60 @@ class Checkpointer:
         if self._closed:
             raise ConfigError(f"the checkpointer of {self.root} is closed: make a new one")
         target = paths.checkpoint(self.root, step)
-        asked = SaveRequest(step, epoch, metrics, values, files, unrequested, replace)
-        self._ending = within is not None
-        if within is not None:
+        request = SaveRequest(step, epoch, metrics, values, extra_files, unrequested, replace)
+        self._ending = time_limit is not None
+        if time_limit is not None:
             self._staging.close()  # pinning memory that nobody needs any more would slow this save down
-            self._ranks.limit = min(self._ranks.limit, within)
+            self._ranks.limit = min(self._ranks.limit, time_limit)
         with self._explained():
-            return self._save(target, asked, background, progress)
+            return self._save(target, request, background, progress)
 
     def save_if_due(self, step: int, *, epoch_ended: bool = False, **details: Any) -> Save | None:
         """A background save if the schedule says so. Takes what `save` takes."""
         if self._ranks.world_size == 1:  # several hear of it together, when they next agree on something
             self._background.raise_error()
-        return self.save(step, background=True, **details) if self._due.at(step, epoch_ended=epoch_ended) else None
+        return (
+            self.save(step, background=True, **details) if self._coordinated.at(step, epoch_ended=epoch_ended) else None
+        )
 
-    def _save(self, target: Path, asked: SaveRequest, background: bool, progress: Progress | None) -> Save:
+    def _save(self, target: Path, request: SaveRequest, background: bool, progress: Progress | None) -> Save:
         start = self._clock.monotonic()
         job: SaveJob | None = None
         may_skip = background and self._when_busy == "skip"
         if not may_skip:
-            self._let_save_end(asked.step)
-        files = asked.files()
+            self._let_save_end(request.step)
+        files = request.extra_files()
 
         def describe() -> dict[str, Any]:
             nonlocal job
             self._background.raise_error()
-            decision: dict[str, Any] = {"step": asked.step}
+            decision: dict[str, Any] = {"step": request.step}
             if self._ranks.rank == 0:
-                decision |= self._decide(target, asked, may_skip)
+                decision |= self._decide(target, request, may_skip)
             if "skip" in decision:
                 return decision
-            job = self._saving(asked, files, progress)
+            job = self._new_job(request, files, progress)
             return {**decision, **job.described()}
 
-        with self._said_once():
+        with self._logged_once():
             plans = self._ranks.agree("plan", describe)
         check_same_step(plans)
         if skip := plans[0].get("skip"):
-            return Save(asked.step, target, skipped=skip)
-        self._let_save_end(asked.step)
+            return Save(request.step, target, skipped=skip)
+        self._let_save_end(request.step)
         assert job is not None
         job.begin(plans, self._make_room)
-        save = Save(asked.step, target, job.plan.bytes, diverged=job.diverged)
+        save = Save(request.step, target, job.plan.bytes, diverged=job.diverged)
         self._bytes = job.plan.bytes
-        self._speed.begin(asked.step, self._bytes, self._ranks.world_size)
+        self._throughput.begin(request.step, self._bytes, self._ranks.world_size)
         if background and self._staging.has_room(job.plan):
             job.stage()
             save._done = self._background.write(partial(self._finish, job, target))
         else:
-            with self._retiring.giving_way():
+            with self._pruner.giving_way():
                 self._finish(job, target)
         save.blocked = timedelta(seconds=self._clock.monotonic() - start)
-        self.schedule.saved(asked.step, save.blocked)
+        self.schedule.saved(request.step, save.blocked)
         if self._ranks.rank == 0 and not self._ending:
             self._background.do(self._retire)
         return save
@@ -275,15 +277,15 @@ class Checkpointer:
             log.info("the save at step %d waits for the one before it", step)
             self._background.let_save_end()
 
-    def _decide(self, target: Path, asked: SaveRequest, may_skip: bool) -> dict[str, Any]:
+    def _decide(self, target: Path, request: SaveRequest, may_skip: bool) -> dict[str, Any]:
         """Is there something to save, and why may it replace what is there?"""
-        self._owner.check()  # what is there may be a newer attempt's
+        self._lease.check()  # what is there may be a newer attempt's
         if may_skip and self._background.writing:
-            log.warning("the save at step %d is left out: the one before it is still being written", asked.step)
+            log.warning("the save at step %d is left out: the one before it is still being written", request.step)
             return {"skip": "another save was still running"}
         if not target.exists():
             return {}
-        if asked.replace and (target in self._saved or target.name == self._parent):
+        if request.replace and (target in self._saved or target.name == self._parent):
             return {"superseding": True}
         reason = self._reason_to_replace(target)
         if reason is not None:
@@ -291,22 +293,28 @@ class Checkpointer:
         log.info("%s is there already and valid: kept", target)
         return {"skip": "it is there already, and valid"}
 
-    def _saving(self, asked: SaveRequest, files: Sequence[FileLayout], progress: Progress | None) -> SaveJob:
+    def _new_job(self, request: SaveRequest, files: Sequence[FileLayout], progress: Progress | None) -> SaveJob:
         self._saves += 1
         created = datetime.fromtimestamp(self._clock.time(), timezone.utc)
-        manifest = asked.manifest(created, self._owner, self._ranks, parent=self._parent, state=self._state.names)
+        manifest = request.manifest(created, self._lease, self._ranks, parent=self._parent, state=self._state.names)
         return SaveJob(
-            self._disk, self._pool, self._ranks, self._owner,
-            root=self.root, folder=paths.saving(self.root, asked.step, self.attempt),
-            plan=self._plan(asked.values, files), manifest=manifest, number=self._saves,
-            progress=self._speed.counting(progress),
-        )  # fmt: skip
+            self._disk,
+            self._pool,
+            self._ranks,
+            self._lease,
+            root=self.root,
+            folder=paths.saving(self.root, request.step, self.attempt),
+            plan=self._plan(request.values, files),
+            manifest=manifest,
+            number=self._saves,
+            progress=self._throughput.counting(progress),
+        )
 
     def _finish(self, job: SaveJob, target: Path) -> None:
-        with self._speed:
+        with self._throughput:
             job.finish()
         self._saved.add(target)
-        self._retiring.saved(paths.step_of(target))
+        self._pruner.saved(paths.step_of(target))
 
     def _reason_to_replace(self, target: Path) -> str | None:
         """Why what stands at `target` does not count as this save; None if it does."""
@@ -316,15 +324,20 @@ class Checkpointer:
             found = verify(target, self._pool)
         except InvalidCheckpoint as error:
             return f"a newer save of the same step replaced it; it was not valid: {error.reason}"
-        if found.manifest is not None and found.manifest.run != self.run:
-            return f"run {self.run!r} saved the same step; this one is of run {found.manifest.run!r}"
+        if found.manifest is not None and found.manifest.run != self.run_name:
+            return f"run {self.run_name!r} saved the same step; this one is of run {found.manifest.run!r}"
         return None
 
     def _plan(self, values: Mapping[str, Any] | None = None, files: Sequence[FileLayout] = ()) -> Plan:
         the_plan = plan(
-            self._state, values, more=files, rng=self._rng, shard_bytes=self._shard_bytes,
-            rank=self._ranks.rank, world_size=self._ranks.world_size,
-        )  # fmt: skip
+            self._state,
+            values,
+            more=files,
+            rng=self._rng,
+            shard_bytes=self._shard_bytes,
+            rank=self._ranks.rank,
+            world_size=self._ranks.world_size,
+        )
         check_loadable(the_plan)
         return the_plan
 
@@ -333,17 +346,17 @@ class Checkpointer:
         try:
             check_room(self.root, needed)
         except StorageFull:
-            if self._retiring.newest is None:
+            if self._pruner.newest is None:
                 raise
             self._background.do_now(self._retire)
             check_room(self.root, needed)
         if not self._ending:
-            self._retiring.look_again(needed)
+            self._pruner.look_again(needed)
 
     def _retire(self) -> None:
-        assert isinstance(self._owner, FolderLease)
+        assert isinstance(self._lease, FolderLease)
         with self._explained():
-            self._retiring.retire(self._owner)
+            self._pruner.prune(self._lease)
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -359,59 +372,59 @@ class Checkpointer:
         self._background.wait()
 
     @property
-    def running(self) -> SaveInProgress | None:
+    def save_in_progress(self) -> SaveInProgress | None:
         """The save that is being written."""
-        return self._speed.running
+        return self._throughput.running
 
     def seconds_for_save(self) -> float | None:
         """How long the next will take, by the speed of the last; None before the first."""
-        return self._speed.seconds_for(self.bytes)
+        return self._throughput.seconds_for(self.checkpoint_bytes)
 
     @property
-    def bytes(self) -> int:
+    def checkpoint_bytes(self) -> int:
         """Of the last save that was asked for, or of the state at the start."""
         return self._bytes
 
-    def settle(self) -> BaseException | None:
+    def drain_save(self) -> BaseException | None:
         """Wait for the running save, not for retention. What went wrong in the background so far: told here, it is not
         raised by the next call."""
-        return self._background.settle()
+        return self._background.drain()
 
     def abort(self) -> None:
         """Give up the running background save, on every rank: each calls it. One that is all but done is finished."""
-        self._speed.abort()
-        if self.settle() is not None:
+        self._throughput.abort()
+        if self.drain_save() is not None:
             log.warning("a running save was given up")
 
-    def afterwards(self, work: Callable[[], None]) -> None:
+    def run_after_saves(self, work: Callable[[], None]) -> None:
         """Do this on the engine's thread, when all that was asked for is done, retention included."""
         self._background.do(work)
 
     def pin(self, *steps: int | None) -> None:
         """The checkpoints of these steps stay, whatever retention says; those that were pinned before may go."""
-        self._retiring.pinned = frozenset(steps)
+        self._pruner.pinned = frozenset(steps)
 
-    def finish(self, step: int, asked: Any = None) -> None:
-        """Training is done with this step, which was saved: once that is durable, the folder says so. `asked`: what
+    def mark_finished(self, step: int, request: Any = None) -> None:
+        """Training is done with this step, which was saved: once that is durable, the folder says so. `request`: what
         there was to do (see `Restored.finished`)."""
         self.wait()
 
         def note() -> None:
-            if isinstance(self._owner, FolderLease):
-                finished_marker.write(self._disk, self.root, self._owner, step, asked)
+            if isinstance(self._lease, FolderLease):
+                finished_marker.write(self._disk, self.root, self._lease, step, request)
 
         with self._explained():
             self._ranks.agree("finish", note)
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """The process is about to end: give the folder up, and wait for nothing. A removal of something old that is
         running is finished by the next start."""
         if not self._closed:
             self._closed = True
-            self._owner.release()
+            self._lease.release()
 
     @contextlib.contextmanager
-    def _said_once(self) -> Iterator[None]:
+    def _logged_once(self) -> Iterator[None]:
         """A save that failed in the background failed on all ranks: when one of them raises that, all of them do."""
         try:
             yield
@@ -439,8 +452,8 @@ class Checkpointer:
             self._background.join()
             self._staging.close()
             self._pool.empty()  # not when the collector finds us: the next one of this process needs as much
-            self._owner.release()
-            self._due.close()
+            self._lease.release()
+            self._coordinated.close()
             # Whoever hosts the store must not leave before the others have read how the last save went.
             if together and self._ranks.world_size > 1:
                 with contextlib.suppress(RanksError):
@@ -457,26 +470,36 @@ class Checkpointer:
     # Restoring
 
     def restore(
-        self, *, whole: bool = False, needs: str | None = None, progress: Progress | None = None
+        self, *, verify_all_files: bool = False, required_file: str | None = None, progress: Progress | None = None
     ) -> Restored | None:
         """Go on from the newest valid checkpoint. None if there is none and nothing that looks like one.
 
-        `whole`: somebody else reads its other files next. They are verified as well, and stay in memory for that.
-        `needs`: a file without which another tool's checkpoint is none.
+        `verify_all_files`: verify every file, also those that another reader opens next, and keep them in the page cache.
+        `required_file`: a file that a checkpoint without our manifest must have.
         """
         job = resume.ResumeJob(
-            self._disk, self.root, self.run, self._state, self._pool, self._ranks,
-            strict=self._strict, rng=self._rng, whole=whole, needs=needs, progress=progress, settle=self.wait,
-        )  # fmt: skip
-        with self._explained(), self._said_once():
+            self._disk,
+            self.root,
+            self.run_name,
+            self._state,
+            self._pool,
+            self._ranks,
+            strict=self._strict,
+            rng=self._rng,
+            verify_all_files=verify_all_files,
+            required_file=required_file,
+            progress=progress,
+            settle=self.wait,
+        )
+        with self._explained(), self._logged_once():
             restored = job.newest_valid()
         if restored is None:
             return None
         found, values = restored
         self._parent = found.path.name
-        self._retiring.newest = found.step
+        self._pruner.newest = found.step
         if job.from_medium and found.manifest is not None and found.manifest.world_size == self._ranks.world_size:
-            self._retiring.verified = found.step  # every byte of it was read back
+            self._pruner.verified = found.step  # every byte of it was read back
         self.schedule.saved(found.step)
         manifest = found.manifest
         return Restored(
@@ -495,7 +518,7 @@ class Checkpointer:
         """The state as this process has it now, by name: references to live tensors."""
         return parts_of(self._state, self._ranks.rank, rng=self._rng)
 
-    def list(self) -> list[CheckpointInfo]:
+    def checkpoints(self) -> list[CheckpointInfo]:
         """Every checkpoint in the folder, newest first."""
         return list_checkpoints(self.root)
 

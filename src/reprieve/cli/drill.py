@@ -6,8 +6,8 @@ own checkpoints and a Trainer's output_dir are not touched; what the script writ
 output goes to stderr, stdout holds the report alone.
 
 examples:
-  reprieve drill --grace 30s python train.py
-  reprieve drill --grace 2m --json torchrun --nproc-per-node 2 train.py
+  reprieve drill --grace-period 30s python train.py
+  reprieve drill --grace-period 2m --json torchrun --nproc-per-node 2 train.py
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ from reprieve.errors import ConfigError
 from reprieve.launch.command import NotFound, parse
 from reprieve.launch.drill import USUAL, Drill, Report
 from reprieve.launch.messages import say
-from reprieve.preemption.deadline import grace_period
+from reprieve.preemption.deadline import resolve_grace_period
 from reprieve.settings import resolve
 from reprieve.units import format_size, parse_duration
 
 
 def arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--grace", help="the grace period to survive [REPRIEVE_GRACE; else the platform's, else 30s]")
+    parser.add_argument(
+        "--grace-period", help="the grace period to survive [REPRIEVE_GRACE; else the platform's, else 30s]"
+    )
     parser.add_argument("--steps", type=int, default=3, help="how many steps to train before the signal (3)")
     parser.add_argument(
         "--checkpoints", help="folder of the checkpoints, where the script leaves it open [CHECKPOINT_URI]"
@@ -45,8 +47,8 @@ def arguments(parser: ArgumentParser) -> None:
 def main(args: Namespace) -> int:
     if args.steps < 1:
         raise ConfigError("--steps: at least 1, or there is nothing to save")
-    settings = resolve({"checkpoints": args.checkpoints, "grace": args.grace})
-    known = grace_period(args.grace)
+    settings = resolve({"checkpoints": args.checkpoints, "grace_period": args.grace_period})
+    known = resolve_grace_period(args.grace_period)
     period = known.period or USUAL
     source = known.source if known.period is not None else "nothing is known of this platform: 30 s are usual"
     try:
@@ -89,7 +91,7 @@ def _show(report: Report) -> None:
         ("grace period", report.grace_s, report.grace_from),
         ("margin", report.margin_s, ""),
         ("next start → first step", report.restart_s, _EQUAL[report.equal]),
-    ):  # fmt: skip
+    ):
         table.add_row(name, f"{seconds:.2f} s", note)
     data.print(table)
     if report.compared:

@@ -35,8 +35,15 @@ def main(args: Namespace) -> int:
         talk.print(f"no checkpoints in {args.folder}")
         return 0
     table = Table(box=None, pad_edge=False)
-    for heading, justify in (("checkpoint", "left"), ("step", "right"), ("epoch", "right"), ("saved", "right"),
-                             ("size", "right"), ("run", "left"), ("state", "left")):  # fmt: skip
+    for heading, justify in (
+        ("checkpoint", "left"),
+        ("step", "right"),
+        ("epoch", "right"),
+        ("saved", "right"),
+        ("size", "right"),
+        ("run", "left"),
+        ("state", "left"),
+    ):
         table.add_column(heading, justify=justify)  # type: ignore[arg-type]
     for one in found:
         manifest = one.manifest
@@ -47,9 +54,12 @@ def main(args: Namespace) -> int:
             ago(one.created),
             format_size(one.bytes),
             f"{manifest.run} #{manifest.attempt}" if manifest else "",
-            Text("valid", "green") if manifest and not one.problem else
-            Text(one.problem, "red") if one.problem else Text("no manifest (written by other tools)", "yellow"),
-        )  # fmt: skip
+            Text("valid", "green")
+            if manifest and not one.problem
+            else Text(one.problem, "red")
+            if one.problem
+            else Text("no manifest (written by other tools)", "yellow"),
+        )
     data.print(table)
     return 0
 

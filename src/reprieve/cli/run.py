@@ -11,8 +11,8 @@ exit codes:
 
 examples:
   reprieve run python train.py --epochs 3
-  reprieve run --every 10m --restarts 5 torchrun --nproc-per-node 2 train.py
-  reprieve run --explain --grace 2m train.py
+  reprieve run --every 10m --max-restarts 5 torchrun --nproc-per-node 2 train.py
+  reprieve run --explain --grace-period 2m train.py
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _OPTIONS = {
     "checkpoints": "folder of the checkpoints, where the script leaves it open",
     "every": "how often to save: 500 (steps), epoch, 10m, never, or auto: by what a save costs and what interrupts",
     "keep": "how many checkpoints to keep, or all",
-    "grace": "how long the job has from the signal until it is killed",
+    "grace_period": "how long the job has from the signal until it is killed",
     "kill_wait": "how long to go on after the signal before saving",
-    "restarts": "start it again after so many failures, each after a longer wait; preemptions do not count",
-    "hang": "show the stacks of all ranks and start again when no step was completed for so long",
+    "max_restarts": "start it again after so many failures, each after a longer wait; preemptions do not count",
+    "hang_timeout": "show the stacks of all ranks and start again when no step was completed for so long",
     "name": "the run's name, for status, pause, resume and logs",
     "progress_file": "a file that says, in JSON, how far the run is",
     "progress_every": "write it after so many steps",
@@ -83,9 +83,12 @@ def launch(command: Sequence[str], settings: Settings, **options: Any) -> int:
 def start_detached(words: list[str]) -> int:
     """As a process of its own, that outlives this one and its terminal."""
     process = subprocess.Popen(  # noqa: S603 - ourselves
-        [sys.executable, "-m", "reprieve", *words], start_new_session=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        [sys.executable, "-m", "reprieve", *words],
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     runs = Runs()
     while (code := process.poll()) is None:
         for record in runs.all():

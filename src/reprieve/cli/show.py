@@ -27,8 +27,11 @@ def main(args: Namespace) -> int:
         raise ConfigError(f"no checkpoints in {args.checkpoint}")
     one, manifest = found[0], found[0].manifest
     if args.json:
-        files = {name: {"bytes": entry.bytes, "xxh3_128": entry.xxh3_128} for name, entry in manifest.files.items()} \
-            if manifest else None  # fmt: skip
+        files = (
+            {name: {"bytes": entry.bytes, "xxh3_128": entry.xxh3_128} for name, entry in manifest.files.items()}
+            if manifest
+            else None
+        )
         print_json(
             {
                 **as_dict(one),
@@ -42,8 +45,12 @@ def main(args: Namespace) -> int:
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="bold")
     table.add_column()
-    rows = [("path", str(one.path)), ("step", str(one.step)), ("size", format_size(one.bytes)),
-            ("saved", one.created.isoformat())]  # fmt: skip
+    rows = [
+        ("path", str(one.path)),
+        ("step", str(one.step)),
+        ("size", format_size(one.bytes)),
+        ("saved", one.created.isoformat()),
+    ]
     rows.append(("state", one.problem or ("valid" if manifest else "no manifest (written by other tools)")))
     if manifest:
         rows += [

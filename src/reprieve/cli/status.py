@@ -71,9 +71,15 @@ def _all(found: list[RunRecord]) -> Table:
         table.add_column(heading, justify="left" if heading in ("run", "state", "checkpoint") else "right")
     for one in found:
         table.add_row(
-            one.name, _state(one), str(one.step), "" if one.done is None else f"{one.done:.0%}",
-            _left(one), _checkpoint(one), str(one.restarts), f"{time_spent(one.attempts, _until(one)).goodput:.0%}",
-        )  # fmt: skip
+            one.name,
+            _state(one),
+            str(one.step),
+            "" if one.done is None else f"{one.done:.0%}",
+            _left(one),
+            _checkpoint(one),
+            str(one.restarts),
+            f"{time_spent(one.attempts, _until(one)).goodput:.0%}",
+        )
     return table
 
 
@@ -83,13 +89,17 @@ def _one(one: RunRecord) -> Table:
     table.add_column(style="bold")
     table.add_column()
     rows: list[tuple[str, str | Text]] = [
-        ("run", one.name), ("state", _state(one)),
-        ("command", " ".join(one.command)), ("folder", one.folder),
-        ("step", f"{one.step}" + (f" ({one.done:.0%})" if one.done is not None else "")), ("left", _left(one)),
-        ("checkpoint", _checkpoint(one)), ("checkpoints", one.checkpoints or ""),
+        ("run", one.name),
+        ("state", _state(one)),
+        ("command", " ".join(one.command)),
+        ("folder", one.folder),
+        ("step", f"{one.step}" + (f" ({one.done:.0%})" if one.done is not None else "")),
+        ("left", _left(one)),
+        ("checkpoint", _checkpoint(one)),
+        ("checkpoints", one.checkpoints or ""),
         ("starts", f"{len(one.attempts)}, {one.restarts} of them after a failure"),
         ("goodput", f"{used.goodput:.1%} of {duration(used.wall)}"),
-    ]  # fmt: skip
+    ]
     rows += [(f"  lost to {cause}", duration(seconds)) for cause, seconds in used.lost.items()]
     for key, value in [*rows, ("last words", one.reason)]:
         if value:

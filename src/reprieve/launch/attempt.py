@@ -149,11 +149,15 @@ class Attempt:
         assert self.child.code is not None
         stop = self.stop
         return AttemptResult(
-            code=self.child.code, seen=self.seen, stop=stop.reason if stop else None,
-            paused=stop is not None and stop.paused, killed=self.killed, hung_s=self.hung_s,
-        )  # fmt: skip
+            code=self.child.code,
+            seen=self.seen,
+            stop=stop.reason if stop else None,
+            paused=stop is not None and stop.paused,
+            killed=self.killed,
+            hung_s=self.hung_s,
+        )
 
-    def ask_to_stop(self, reason: str, *, paused: bool = False, at_once: bool = False) -> None:
+    def request_stop(self, reason: str, *, paused: bool = False, at_once: bool = False) -> None:
         """Once; a second time changes nothing. `at_once`: it is killed."""
         if self.stop is not None:
             return
@@ -176,7 +180,7 @@ class Attempt:
 
     def _signalled(self, number: int) -> None:
         if number in STOPS:
-            self.ask_to_stop(signal.Signals(number).name)
+            self.request_stop(signal.Signals(number).name)
         elif number == signal.SIGWINCH:
             for stream in self._streams:
                 stream.resize()
@@ -185,13 +189,13 @@ class Attempt:
 
     def _told(self, told: dict[str, Any]) -> None:
         if told["event"] == PAUSE:
-            self.ask_to_stop("reprieve pause", paused=True)
+            self.request_stop("reprieve pause", paused=True)
             return
         self.seen.take(told)
         if self.seen.stopping is not None and self.stop is None and self._end_by is None and self._refused_at is None:
             # A cloud's notice, a rank on another machine, or a SIGTERM that the launcher has not sent. torchrun must
             # not start its ranks again in place.
-            self.ask_to_stop(self.seen.stopping)
+            self.request_stop(self.seen.stopping)
         if self.seen.refused is not None and self._refused_at is None:
             self._refused_at = time.monotonic()
 

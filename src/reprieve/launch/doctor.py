@@ -13,7 +13,7 @@ from mmap import mmap
 from pathlib import Path
 
 from reprieve.launch.runs.run_record import state_folder
-from reprieve.preemption.deadline import Grace, grace_period
+from reprieve.preemption.deadline import Grace, resolve_grace_period
 from reprieve.storage.disk import Disk, free_bytes, free_files
 from reprieve.units import format_size
 
@@ -55,7 +55,7 @@ def examine(where: Where) -> Iterator[Check]:
     speed, checks = _disk(where)
     yield from checks
     yield _room(where)
-    grace = grace_period(None, where.env)
+    grace = resolve_grace_period(None, where.env)
     yield _in_time(where, grace, speed)
     yield _torchrun(where, grace)
     yield _first_process()

@@ -178,17 +178,24 @@ class Drill:
             if attempt.stop is not None:
                 return
             if reached(attempt.seen):
-                attempt.ask_to_stop(_ITS_END, at_once=then == signal.SIGKILL)
+                attempt.request_stop(_ITS_END, at_once=then == signal.SIGKILL)
             elif time.monotonic() - begun > self.timeout.total_seconds():
-                attempt.ask_to_stop(_TIMED_OUT, at_once=True)
+                attempt.request_stop(_TIMED_OUT, at_once=True)
 
         listener = Listener()
         try:
             told = {**env, LAUNCHER: str(listener.path)}
             attempt = Attempt(
-                self.command, told, self._signals, listener, OutputLog(None), self.timeout, None, on_change,
+                self.command,
+                told,
+                self._signals,
+                listener,
+                OutputLog(None),
+                self.timeout,
+                None,
+                on_change,
                 output=(2, 2),  # stdout is for the report alone
-            )  # fmt: skip
+            )
             ended = attempt.run()
             if ended.stop is not None and ended.stop not in (_ITS_END, _TIMED_OUT):
                 raise DrillFailed(f"it was interrupted by {ended.stop}")
@@ -323,7 +330,8 @@ def _advise_on_time(report: Report) -> None:
     wanted = max(30, math.ceil(report.needed_s * 1.5 / 10) * 10)
     if wanted > report.grace_s:
         report.advice.append(
-            f"a grace period of {wanted} s would do (terminationGracePeriodSeconds: {wanted}, or --grace {wanted}s)"
+            f"a grace period of {wanted} s would do "
+            f"(terminationGracePeriodSeconds: {wanted}, or --grace-period {wanted}s)"
         )
 
 

@@ -32,7 +32,7 @@ from reprieve.launch.runs.next_start import NextStart, find_next_start
 from reprieve.launch.runs.outcome import AttemptResult, Outcome
 from reprieve.launch.runs.restart_policy import RestartPolicy, Retry
 from reprieve.launch.runs.run_record import RunFolder, RunRecord, Runs, default_name
-from reprieve.preemption.deadline import NO_LIMIT_S, Grace, grace_period
+from reprieve.preemption.deadline import NO_LIMIT_S, Grace, resolve_grace_period
 from reprieve.progress.report import LAUNCHER
 from reprieve.settings import KINDS, Settings
 from reprieve.storage.uri import shown
@@ -70,7 +70,7 @@ class Launcher:
         """The exit code."""
         _open_standard_streams()
         become_subreaper()
-        self.grace = grace_period(self.settings.grace, self.env)
+        self.grace_period = resolve_grace_period(self.settings.grace_period, self.env)
         name = (
             self.name
             or self.settings.name
@@ -85,7 +85,7 @@ class Launcher:
 
     def _attempts(self, signals: Signals) -> int:
         self._record = self._open_record()
-        restarts = RestartPolicy(self.settings.restarts)
+        restarts = RestartPolicy(self.settings.max_restarts)
         output = OutputLog(self._folder.path / "log")
         while True:
             ended = self._attempt(signals, output, first=restarts.used == 0)
@@ -97,7 +97,10 @@ class Launcher:
                 ended = Outcome(ended.state, ended.code, reason)
                 break
             self._record.restarts += 1
-            say(f"{ended.words}. Starting again in {again.wait_s:.1f} s ({restarts.used} of {self.settings.restarts})")
+            say(
+                f"{ended.words}. Starting again in {again.wait_s:.1f} s "
+                f"({restarts.used} of {self.settings.max_restarts})"
+            )
             self._change(run_record.WAITING, ended.words)
             if (stopped := _told_while_waiting(signals, self._listener, again.wait_s)) is not None:
                 ended = stopped
@@ -113,9 +116,15 @@ class Launcher:
         self._record.attempts.append(entry)
         self._change(run_record.STARTING)
         attempt = Attempt(
-            self.command, self._environment(first=first), signals, self._listener, output,
-            self.grace.period if self.grace.certain else None, self.settings.hang, self._on_change,
-        )  # fmt: skip
+            self.command,
+            self._environment(first=first),
+            signals,
+            self._listener,
+            output,
+            self.grace.period if self.grace.certain else None,
+            self.settings.hang_timeout,
+            self._on_change,
+        )
         with PageCacheWarmup(
             self._record.checkpoints if not (first and self.settings.fresh) else None
         ) as self._warming:
@@ -138,7 +147,7 @@ class Launcher:
     def _environment(self, *, first: bool) -> dict[str, str]:
         env = {**self.env, **self.settings.environment(), LAUNCHER: str(self._listener.path)}
         if self.grace.certain and self.grace.period is not None:
-            env[KINDS["grace"].env] = KINDS["grace"].write(self.grace.period)
+            env[KINDS["grace_period"].env] = KINDS["grace_period"].write(self.grace.period)
         # torchrun's first 30 s; its second, after the first rank has ended, no rank lets begin (docs/run.md).
         known = self.grace.period.total_seconds() if self.grace.period is not None else NO_LIMIT_S
         env.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(known)))
@@ -159,13 +168,19 @@ class Launcher:
         options = {
             name: KINDS[name].write(getattr(self.settings, name))
             for name in KINDS
-            if name != "fresh" and self.settings.sources[name].startswith("--")
+            if name != "fresh"
+            and self.settings.sources[name].startswith("--")
             and getattr(self.settings, name) is not None
-        }  # fmt: skip
+        }
         fresh = RunRecord(
-            self._folder.name, redaction.masked(self.command.words), str(Path.cwd()), options, kept, left_out,
+            self._folder.name,
+            redaction.masked(self.command.words),
+            str(Path.cwd()),
+            options,
+            kept,
+            left_out,
             checkpoints=self.settings.checkpoints,
-        )  # fmt: skip
+        )
         earlier = self._folder.read()
         if earlier is not None and not self.settings.fresh:
             fresh.attempts, fresh.restarts = earlier.attempts, earlier.restarts
@@ -185,7 +200,7 @@ class Launcher:
             if time.monotonic() - self._torch_since > _TELL_AFTER_S:
                 self._tell_unprotected()
         if seen.ranks:
-            self._warming.leave_off()
+            self._warming.stop()
         self._note_progress(attempt)
         if attempt.stop is not None:
             state, reason = run_record.STOPPING, attempt.stop.reason

@@ -30,7 +30,7 @@ class PageCacheWarmup:
     def __exit__(self, *exc: object) -> None:
         self._leave_off.set()
 
-    def leave_off(self) -> None:
+    def stop(self) -> None:
         """Somebody else reads it now; two would be slower than one."""
         self._leave_off.set()
 

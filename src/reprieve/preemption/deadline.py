@@ -34,7 +34,7 @@ class Grace:
         return f"{self.period.total_seconds():g} s ({self.source})"
 
 
-def grace_period(given: str | float | timedelta | None = None, env: Mapping[str, str] = os.environ) -> Grace:
+def resolve_grace_period(given: str | float | timedelta | None = None, env: Mapping[str, str] = os.environ) -> Grace:
     """`given`, or what the environment says, or what the platform does by default; the shortest of the last."""
     if given is not None:
         return Grace(parse_duration(given), "as given", certain=True)

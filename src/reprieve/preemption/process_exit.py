@@ -59,22 +59,22 @@ class ProcessExit:
 
             sys.excepthook = uncaught
 
-    def within(self, seconds: float, code: int = PREEMPTED, *, why: str = "", decided: bool = True) -> None:
+    def schedule(self, seconds: float, code: int = PREEMPTED, *, why: str = "", decided: bool = True) -> None:
         """The process ends with this code: by itself, or when so many seconds have passed. Not `decided`: if it ends by
         itself, then as it likes."""
         if decided:
             self._code = code
         threading.Thread(target=self._after, args=(seconds, code, why), name="reprieve ending", daemon=True).start()
 
-    def now(self) -> None:
+    def exit_now(self) -> None:
         """With 143, from any thread, whatever the others do."""
         _end(PREEMPTED)
 
-    def leave(self, stopped: Preempted) -> NoReturn:
+    def raise_or_exit(self, stopped: Preempted) -> NoReturn:
         """Everything is saved. On another thread than the main one an exception would end that thread, and the script
         would go on."""
         if threading.current_thread() is not threading.main_thread():
-            self.now()
+            self.exit_now()
         raise stopped
 
     def _after(self, seconds: float, code: int, why: str) -> None:

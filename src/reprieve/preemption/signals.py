@@ -5,7 +5,7 @@ a kernel launch. But its C handler writes the signal's number to a wake-up descr
 the other end of it, in a thread that calls whoever asked. The Python handler does the same, as a second way, for the
 case that somebody else (asyncio) has taken the descriptor.
 
-One watch a process, with any number of listeners; handlers are there only while somebody listens, or said `ready`.
+One watch a process, with any number of listeners; handlers are there only while somebody listens, or said `install`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SignalWatch:
         self._forking = threading.local()
         self._handler = self._handle  # one object, to be compared with
 
-    def ready(self, numbers: Iterable[int]) -> None:
+    def install(self, numbers: Iterable[int]) -> None:
         """A listener may come on another thread than the main one, which alone can have handlers: so they are there
         before it. Until then these signals do what they always did."""
         if not _on_main_thread():
@@ -51,17 +51,17 @@ class SignalWatch:
             if signal.getsignal(number) is not self._handler:
                 self._previous[number] = signal.signal(number, self._handler)
 
-    def listen(self, numbers: Sequence[int], listener: Listener) -> bool:
+    def subscribe(self, numbers: Sequence[int], listener: Listener) -> bool:
         """From now on `listener` hears of these signals. False where that cannot be: not on the main thread, and nobody
-        was there to say `ready`."""
+        was there to say `install`."""
         if not _on_main_thread() and any(signal.getsignal(number) is not self._handler for number in numbers):
             return False
         for number in numbers:
             self._listeners.setdefault(number, []).append(listener)
-        self.ready(numbers)
+        self.install(numbers)
         return True
 
-    def forget(self, listener: Listener) -> None:
+    def unsubscribe(self, listener: Listener) -> None:
         """`listener` hears no more. Where it was the last, everything is as it was before it came."""
         for listeners in self._listeners.values():
             if listener in listeners:
@@ -78,7 +78,7 @@ class SignalWatch:
         if not self._listeners and self._write >= 0:
             self._end()
 
-    def keep(self) -> None:
+    def reassert(self) -> None:
         """Now and then: asyncio takes the descriptor away, and gives back none. About 1 µs."""
         if not _on_main_thread():
             return
@@ -95,7 +95,7 @@ class SignalWatch:
         read, self._write = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._write, False)
         self._others = None
-        self.keep()
+        self.reassert()
         if not self._prepared_for_fork:
             os.register_at_fork(
                 before=self._before_fork, after_in_parent=self._in_parent, after_in_child=self._in_child

@@ -76,16 +76,16 @@ class StopListener:
 
     def start(self) -> None:
         self._thread.start()
-        self.hears_signals = signal_watch.listen(self.signals, self._signalled)
+        self.hears_signals = signal_watch.subscribe(self.signals, self._signalled)
         if not self.hears_signals:
             log.info("signals are heard on the main thread, and this is another: only notices and request() are heard")
         for watcher in self._watchers:
             watcher.start()
 
-    def keep(self) -> None:
+    def reassert_signals(self) -> None:
         """Now and then: see `SignalWatch.keep`."""
         if self.hears_signals:
-            signal_watch.keep()
+            signal_watch.reassert()
 
     def request(self, reason: str, *, deadline: float | None = None, number: int | None = None) -> None:
         """The run must stop. From any thread, a signal handler included; returns at once."""
@@ -109,7 +109,7 @@ class StopListener:
             handler(number, None)
 
     def close(self) -> None:
-        signal_watch.forget(self._signalled)
+        signal_watch.unsubscribe(self._signalled)
         self._mail.put(None)
         for watcher in self._watchers:
             watcher.close()

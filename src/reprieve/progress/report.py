@@ -23,8 +23,16 @@ _LONGEST = 8_000
 """Characters of one text: a datagram has to fit into the socket's buffer as a whole."""
 
 STARTING, STARTED, RESTORED, STEP, SAVED, STOPPING, STOPPED, FINISHED, REFUSED = (
-    "starting", "started", "restored", "step", "saved", "stopping", "stopped", "finished", "refused",
-)  # fmt: skip
+    "starting",
+    "started",
+    "restored",
+    "step",
+    "saved",
+    "stopping",
+    "stopped",
+    "finished",
+    "refused",
+)
 """`restored`: only in a drill, with fingerprints of what is in memory again."""
 TORCH, PROTECTED = "torch", "protected"
 """A process has imported torch: it probably trains. It will train with Reprieve: it has loaded what protects it."""
@@ -36,7 +44,7 @@ to end the others with SIGTERM."""
 def report_process(event: str, **facts: Any) -> None:
     """Report something of this process, which is no rank, or none yet."""
     with contextlib.closing(Reporter(-1, 0)) as reporter:
-        reporter.tell(event, **facts)
+        reporter.send(event, **facts)
 
 
 class Reporter:
@@ -58,7 +66,7 @@ class Reporter:
         """Is there somebody to tell?"""
         return self._socket is not None
 
-    def tell(self, event: str, **facts: Any) -> None:
+    def send(self, event: str, **facts: Any) -> None:
         """What the launcher has to know. Waits a second if it has to."""
         self._send(event, facts, _PATIENCE_S)
 

@@ -112,9 +112,13 @@ class Tracker:
         with self._lock:
             before = self._checkpoints
             self._checkpoints = replace(
-                before, latest=str(path), latest_bytes=size, latest_at=self._clock.time() if at is None else at,
-                created=before.created + 1, valid=None if before.valid is None else before.valid + 1,
-            )  # fmt: skip
+                before,
+                latest=str(path),
+                latest_bytes=size,
+                latest_at=self._clock.time() if at is None else at,
+                created=before.created + 1,
+                valid=None if before.valid is None else before.valid + 1,
+            )
         self._touch()
 
     def restored(self, path: object, size: int, at: float) -> None:
@@ -155,12 +159,26 @@ class Tracker:
         samples_per_s, tokens_per_s = self._pace.rates()
         silent_s = self._clock.monotonic() - max(self._pace.at, self._touched)
         return Progress(
-            at=self._clock.time() - silent_s, state=state, reason=reason, saved=saved,
-            step=step, total_steps=self._total_steps, epoch=epoch, total_epochs=self._total_epochs,
-            percent=percent, eta_s=eta_s, samples_per_s=samples_per_s, tokens_per_s=tokens_per_s,
-            **named(TRAIN, train), **named(EVALUATION, evaluation), train=train, evaluation=evaluation,
-            resumed_from=self._resumed_from, restarts=self._restarts, checkpoints=self._checkpoints_now(),
-        )  # fmt: skip
+            at=self._clock.time() - silent_s,
+            state=state,
+            reason=reason,
+            saved=saved,
+            step=step,
+            total_steps=self._total_steps,
+            epoch=epoch,
+            total_epochs=self._total_epochs,
+            percent=percent,
+            eta_s=eta_s,
+            samples_per_s=samples_per_s,
+            tokens_per_s=tokens_per_s,
+            **named(TRAIN, train),
+            **named(EVALUATION, evaluation),
+            train=train,
+            evaluation=evaluation,
+            resumed_from=self._resumed_from,
+            restarts=self._restarts,
+            checkpoints=self._checkpoints_now(),
+        )
 
     def eta_s(self) -> float | None:
         """How long the rest takes; None: nobody knows."""
@@ -168,9 +186,13 @@ class Tracker:
 
     def _left(self, step: int, epoch: float | None, *, finished: bool) -> tuple[float | None, float | None]:
         return left(
-            step=step, total_steps=self._total_steps, epoch=epoch, total_epochs=self._total_epochs,
-            seconds_per_step=self._pace.seconds_per_step(), finished=finished,
-        )  # fmt: skip
+            step=step,
+            total_steps=self._total_steps,
+            epoch=epoch,
+            total_epochs=self._total_epochs,
+            seconds_per_step=self._pace.seconds_per_step(),
+            finished=finished,
+        )
 
     def _checkpoints_now(self) -> Checkpoints:
         saving = self._saving()

@@ -261,9 +261,11 @@ class StepAgreement:
         if first:
             error = _error(failure)
             log.warning(
-                "%s (seen by rank %d). From now on the ranks cannot stop or save together", error, self._rank,
+                "%s (seen by rank %d). From now on the ranks cannot stop or save together",
+                error,
+                self._rank,
                 extra=ONE_RANK,
-            )  # fmt: skip
+            )
             if self._on_lost is not None:
                 try:
                     self._on_lost(error)

@@ -35,23 +35,23 @@ class Boundaries:
     def __init__(
         self,
         ranks: Ranks,
-        guard: StopListener,
+        stop_listener: StopListener,
         schedule: Schedule,
         on_lost: Callable[[RanksError], object],
         on_look: Callable[[], None],
     ) -> None:
         """`on_lost`: told, on a background thread, that ranks are dead or cannot agree any more. `on_look`: called on
         the training thread, 20 times a second at most."""
-        self.asked = False
+        self.has_request = False
         """One of these two."""
-        self.stop_asked = False
+        self.stop_requested = False
         """All ranks know, at this same boundary, that the run must stop."""
-        self.save_asked = False
+        self.save_requested = False
         """The same of a periodic save."""
-        self._guard = guard
+        self._stop_listener = stop_listener
         self._schedule = schedule
         self._times_saves = ranks.rank == 0 and schedule.interval is not None
-        self._time_asked = False
+        self._time_requested = False
         self._look_at = 0.0
         self._major = 0
         self._minor = 0
@@ -62,17 +62,17 @@ class Boundaries:
         self._on_look = on_look
 
     @property
-    def at_the_first(self) -> bool:
+    def at_first_boundary(self) -> bool:
         """No rank, as far as is known here, has come to a second one: nobody has trained anything."""
         return max(self._major, (self._common.agreed or 0) >> _MINOR_BITS) <= 1
 
-    def ask_to_stop(self) -> None:
+    def request_stop(self) -> None:
         """From any thread."""
         self._common.request(STOP)
 
     def save_is_due(self) -> None:
         """By the count of steps or epochs, so on every rank."""
-        self.asked = self.save_asked = True
+        self.has_request = self.save_requested = True
 
     def step(self) -> None:
         """The training thread, between two batches, evaluations or epochs."""
@@ -90,8 +90,8 @@ class Boundaries:
         self._at(self._major << _MINOR_BITS | _END)
 
     def saved(self) -> None:
-        self.save_asked = self._time_asked = False
-        self.asked = self.stop_asked
+        self.save_requested = self._time_requested = False
+        self.has_request = self.stop_requested
 
     def finish(self) -> None:
         """No more boundaries here."""
@@ -102,7 +102,7 @@ class Boundaries:
         self._common.close()
 
     def _another_stops(self) -> None:
-        self._guard.request(ANOTHER_RANK)  # without effect where it was this one
+        self._stop_listener.request(ANOTHER_RANK)  # without effect where it was this one
 
     def _died(self, error: RankFailed) -> None:
         log.error("%s. The others end", error)
@@ -118,19 +118,19 @@ class Boundaries:
             raise self._dead
         try:
             while (request := self._common.boundary(completed)) is not None:
-                self.asked = True
+                self.has_request = True
                 if request.kind == STOP:
-                    self.stop_asked = True
+                    self.stop_requested = True
                 else:
-                    self.save_asked = True
+                    self.save_requested = True
         except StoreLost as error:
-            if self._guard.stop is not None:
+            if self._stop_listener.stop is not None:
                 raise
             log.error("the ranks could not agree on a save: %s. Training goes on without", error)
 
     def _look(self) -> None:
-        self._guard.keep()
+        self._stop_listener.reassert_signals()
         self._on_look()
-        if self._times_saves and not self._time_asked and self._schedule.time_is_up():
-            self._time_asked = True
+        if self._times_saves and not self._time_requested and self._schedule.time_is_up():
+            self._time_requested = True
             self._common.request(SAVE)

@@ -72,14 +72,14 @@ class RunReporter:
         """What there is to tell of the run. The adapter adds what only it knows: metrics, evaluations."""
         if self._reporter.heard:
             _show_stacks_when_asked()
-            self._reporter.tell(report.STARTING, checkpoints=self._folder)
+            self._reporter.send(report.STARTING, checkpoints=self._folder)
 
     def refused(self, error: BaseException) -> None:
         """The run could not be set up."""
         if is_permanent(error):
             # Who only heard of another rank's error tells that one: which of them is heard first is chance.
             cause = error.reason if isinstance(error, RankFailed) else f"{type(error).__name__}: {error}"
-            self._reporter.tell(report.REFUSED, error=cause)
+            self._reporter.send(report.REFUSED, error=cause)
         self.failed(error)
         # Where somebody else has the folder, what is told is theirs, perhaps in the same file.
         if self._first and self._publisher is None and not isinstance(error, OwnershipError):
@@ -97,7 +97,7 @@ class RunReporter:
         if restored is not None and self._first and not self._reporter.heard:  # the launcher prints it, if there is one
             path = restored.path
             log.warning("resuming from %s (step %d) in %s", path.name, restored.step, shown(path.parent))
-        self._reporter.tell(
+        self._reporter.send(
             report.STARTED,
             checkpoints=self._folder,
             checkpoint=str(restored.path) if restored is not None else None,
@@ -105,9 +105,11 @@ class RunReporter:
             finished=finished,
         )
         self.tracker = Tracker(
-            resumed_from=resumed, restarts=checkpointer.attempt - 1,
-            checkpointing=bool(heard) or self._settings.every != NEVER, saving=functools.partial(_saving, checkpointer),
-        )  # fmt: skip
+            resumed_from=resumed,
+            restarts=checkpointer.attempt - 1,
+            checkpointing=bool(heard) or self._settings.every != NEVER,
+            saving=functools.partial(_saving, checkpointer),
+        )
         if self._first:
             found = _valid(checkpointer)
             self.tracker.checkpoints(created=len(found), valid=len(found))
@@ -121,7 +123,7 @@ class RunReporter:
     def restored(self, parts: Parts) -> None:
         """What was saved of these parts is in memory again."""
         if in_drill():
-            self._reporter.tell(report.RESTORED, **fingerprinted(parts))
+            self._reporter.send(report.RESTORED, **fingerprinted(parts))
 
     def step(self, at: TrainingProgress) -> None:
         """At boundaries, 20 times a second at most. The launcher: the first at once, then a few a second."""
@@ -141,7 +143,7 @@ class RunReporter:
         def durable() -> None:
             took = time.monotonic() - began
             self.tracker.saved(save.path, save.bytes)
-            self._reporter.tell(
+            self._reporter.send(
                 report.SAVED, step=save.step, path=str(save.path), bytes=save.bytes, began=began, took=took
             )
 
@@ -155,15 +157,15 @@ class RunReporter:
                 self.tracker.checkpoints(valid=len(_valid(checkpointer)))
 
         if self._first:
-            checkpointer.afterwards(count)
+            checkpointer.run_after_saves(count)
 
     def stopping(self, reason: str, step: int) -> None:
         self._reason = reason
-        self._reporter.tell(report.STOPPING, reason=reason, step=step)
+        self._reporter.send(report.STOPPING, reason=reason, step=step)
 
     def stopped(self, step: int, *, saved: bool, times: dict[str, float], **state: Any) -> None:
         """`times`: when what was done, by the monotonic clock. `state`: fingerprints of what was saved."""
-        self._reporter.tell(report.STOPPED, step=step, saved=saved, times=times, **state)
+        self._reporter.send(report.STOPPED, step=step, saved=saved, times=times, **state)
         self.tracker.stopped(self._reason, saved=saved)
         self._last_word()
 
@@ -172,11 +174,11 @@ class RunReporter:
         if finished:
             self.tracker.finished()
         elif step:
-            self._reporter.tell(report.STEP, step=step)
+            self._reporter.send(report.STEP, step=step)
         self._last_word()
 
     def finished(self, step: int) -> None:
-        self._reporter.tell(report.FINISHED, step=step)
+        self._reporter.send(report.FINISHED, step=step)
         self.tracker.finished()
         self._last_word()
 
@@ -186,12 +188,12 @@ class RunReporter:
 
 
 def _valid(checkpointer: Checkpointer) -> list[CheckpointInfo]:
-    return [one for one in checkpointer.list() if one.problem is None]
+    return [one for one in checkpointer.checkpoints() if one.problem is None]
 
 
 def _saving(checkpointer: Checkpointer) -> tuple[int, float | None] | None:
     """The save that is being written, and how much of it."""
-    if (running := checkpointer.running) is None:
+    if (running := checkpointer.save_in_progress) is None:
         return None
     return running.step, running.moved / running.share if running.share else None
 

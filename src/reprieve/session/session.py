@@ -25,7 +25,7 @@ from reprieve.clock import Clock
 from reprieve.console import show_logs
 from reprieve.data import worker_signals
 from reprieve.errors import RankFailed, RanksError, ReprieveError, StorageError
-from reprieve.preemption.deadline import grace_period
+from reprieve.preemption.deadline import resolve_grace_period
 from reprieve.preemption.process_exit import Preempted, process_exit
 from reprieve.preemption.stop_listener import StopListener
 from reprieve.progress.snapshot import SAVING
@@ -57,7 +57,7 @@ class Session:
         state: Mapping[str, Any],
         parts: Parts | None = None,
         bar: bool = True,
-        grace: str | float | timedelta | None = None,
+        grace_period: str | float | timedelta | None = None,
         signals: Iterable[int | str] = (signal.SIGTERM,),
         notices: str | Sequence[str] = "auto",
         exit_wait: str | float | timedelta = "5s",
@@ -86,34 +86,45 @@ class Session:
         self._past_beginning = threading.Event()
         """Something is saved, or ends, that a stop waits for."""
         self._boundaries: Boundaries | None = None
-        self._telling: RunReporter | None = None
-        self.guard = StopListener(
+        self._reporter: RunReporter | None = None
+        self.stop_listener = StopListener(
             self._told_to_stop,
-            grace=grace_period(grace),
+            grace=resolve_grace_period(grace_period),
             signals=signals,
             kill_wait=settings.kill_wait,
             notices=notices,
         )
         self._close_earlier()
-        worker_signals.shield(self.guard.signals)
-        self.guard.start()
+        worker_signals.shield(self.stop_listener.signals)
+        self.stop_listener.start()
         try:
             self.ranks = ranks if ranks is not None else Ranks.detect(parse_duration(rank_timeout))
             show_logs(self.ranks.rank)
-            self._telling = RunReporter(self.ranks.rank, self.ranks.world_size, settings, bar=bar)
+            self._reporter = RunReporter(self.ranks.rank, self.ranks.world_size, settings, bar=bar)
             self.checkpointer = Checkpointer(
-                self.root, every=settings.every, keep=None if settings.keep == ALL else int(settings.keep),
-                run=settings.name, fresh=settings.fresh, ranks=self.ranks, disk=disk, clock=clock,
-                **checkpointer, **state,
-            )  # fmt: skip
+                self.root,
+                every=settings.every,
+                keep=None if settings.keep == ALL else int(settings.keep),
+                name=settings.name,
+                fresh=settings.fresh,
+                ranks=self.ranks,
+                disk=disk,
+                clock=clock,
+                **checkpointer,
+                **state,
+            )
             self._parts = parts or self.checkpointer.parts
             self._boundaries = Boundaries(
-                self.ranks.scoped("loop"), self.guard, self.checkpointer.schedule, self._lost_a_rank, self._tell_step
+                self.ranks.scoped("loop"),
+                self.stop_listener,
+                self.checkpointer.schedule,
+                self._lost_a_rank,
+                self._tell_step,
             )
-            if self.guard.stop is not None:
-                self._boundaries.ask_to_stop()
+            if self.stop_listener.stop is not None:
+                self._boundaries.request_stop()
             self._stopping = GracefulShutdown(
-                self.checkpointer, self.ranks, self.guard, self._exit_wait, self._telling, self._parts
+                self.checkpointer, self.ranks, self.stop_listener, self._exit_wait, self._reporter, self._parts
             )
         except BaseException as error:
             self.refused(error)
@@ -127,9 +138,9 @@ class Session:
         return self._boundaries
 
     @property
-    def telling(self) -> RunReporter:
-        assert self._telling is not None
-        return self._telling
+    def reporter(self) -> RunReporter:
+        assert self._reporter is not None
+        return self._reporter
 
     @property
     def closed(self) -> bool:
@@ -143,39 +154,41 @@ class Session:
             self.last_saved = found.step
             self.finished = found.finished is not None
             self._finished_at = found.step if self.finished else None
-        self.telling.started(
-            found, finished=self.finished, checkpointer=self.checkpointer,
-            heard=self.guard.signals if self.guard.hears_signals else (),
-        )  # fmt: skip
+        self.reporter.started(
+            found,
+            finished=self.finished,
+            checkpointer=self.checkpointer,
+            heard=self.stop_listener.signals if self.stop_listener.hears_signals else (),
+        )
 
     def restored_all(self) -> None:
         """Everything that was saved is in memory again, also what the adapter restores itself."""
-        self.telling.restored(self._parts)
+        self.reporter.restored(self._parts)
 
     def refused(self, error: BaseException) -> None:
         """It could not be set up."""
-        if self._telling is not None:
-            self._telling.refused(error)
+        if self._reporter is not None:
+            self._reporter.refused(error)
         self.close()
 
     # Saving
 
-    def save(self, *, background: bool, within: timedelta | None = None, **details: Any) -> Save:
+    def save(self, *, background: bool, time_limit: timedelta | None = None, **details: Any) -> Save:
         """`details`: see `Checkpointer.save`."""
         self._past_beginning.set()
         step, began = self._position().step, time.monotonic()
-        with self.telling.tracker.pausing(SAVING):
-            save = self.checkpointer.save(step, background=background, within=within, **details)
+        with self.reporter.tracker.pausing(SAVING):
+            save = self.checkpointer.save(step, background=background, time_limit=time_limit, **details)
         self.last_saved = step
         self.boundaries.saved()
-        self.telling.saving(save, began)
-        if within is None:
-            self.telling.count(self.checkpointer)
+        self.reporter.saving(save, began)
+        if time_limit is None:
+            self.reporter.count(self.checkpointer)
         return save
 
     def save_beside(self, save: Callable[[], object]) -> None:
         """A periodic save. One that storage refuses is said, and the next is tried when it is due: training goes on."""
-        self.settle()
+        self.drain_save()
         try:
             save()
         except (StorageError, RankFailed) as error:  # of another rank's storage the others hear as RankFailed
@@ -184,10 +197,10 @@ class Session:
             self.checkpointer.schedule.saved(step)
             self.boundaries.saved()
 
-    def settle(self) -> bool:
+    def drain_save(self) -> bool:
         """Wait for the periodic save that is running. Has something gone wrong in the background? Then it is said, and
         training goes on."""
-        failed = self.checkpointer.settle()
+        failed = self.checkpointer.drain_save()
         if failed is not None:
             log.error("the periodic save before this one failed: %s", failed)
             self.last_saved = None
@@ -207,10 +220,10 @@ class Session:
         self._past_beginning.set()
         step = self._position().step
         if step == self.last_saved:
-            self.checkpointer.finish(step, what)
+            self.checkpointer.mark_finished(step, what)
         self.finished, self._finished_at = True, step
         self._tell_step()
-        self.telling.finished(step)
+        self.reporter.finished(step)
 
     def close(self, *, together: bool = True) -> None:
         """Finish what is being saved, and hear no more signals."""
@@ -218,13 +231,13 @@ class Session:
             return
         self._closed = True
         self._past_beginning.set()
-        if self._telling is not None and self.stopped is None:
+        if self._reporter is not None and self.stopped is None:
             self._tell_step()
             step = self._position().step
             # One that was finished before may have gone on since: more was asked for.
-            self._telling.closing(step, finished=step == self._finished_at)
-        self.guard.close()
-        worker_signals.unshield(self.guard.signals)
+            self._reporter.closing(step, finished=step == self._finished_at)
+        self.stop_listener.close()
+        worker_signals.unshield(self.stop_listener.signals)
         with contextlib.ExitStack() as stack:
             if getattr(self, "ranks", None) is not None:
                 stack.callback(self.ranks.close)
@@ -236,15 +249,15 @@ class Session:
     # What is told, and by whom
 
     def _tell_step(self) -> None:
-        self.telling.step(self._position())
+        self.reporter.step(self._position())
 
     def _told_to_stop(self) -> None:
-        stop = self.guard.stop
+        stop = self.stop_listener.stop
         if stop is not None and stop.certain and (left := stop.left()) is not None:
             # For the case that no boundary comes before that.
-            process_exit.within(left - MARGIN_S, why="the grace period is over:", decided=False)
+            process_exit.schedule(left - MARGIN_S, why="the grace period is over:", decided=False)
         if self._boundaries is not None:
-            self._boundaries.ask_to_stop()
+            self._boundaries.request_stop()
         self._end_at_the_beginning()
 
     def _end_at_the_beginning(self) -> None:
@@ -252,33 +265,33 @@ class Session:
         process loads a checkpoint, reads data again, compiles. On a thread of the guard."""
         if self._past_beginning.wait(self._exit_wait.total_seconds()):
             return
-        stop, step = self.guard.stop, self.last_saved or 0
+        stop, step = self.stop_listener.stop, self.last_saved or 0
         assert stop is not None
-        ahead = self._boundaries is not None and not self._boundaries.at_the_first
+        ahead = self._boundaries is not None and not self._boundaries.at_first_boundary
         if ahead or self._position().step > step:
             return
         log.warning("no step was done since the start: there is nothing to save, and nothing to wait for")
-        process_exit.within(_LEAVE_S)
+        process_exit.schedule(_LEAVE_S)
         with contextlib.suppress(ReprieveError):
             if getattr(self, "ranks", None) is not None:
                 self.ranks.agree("end at the beginning", limit=timedelta(seconds=_LEAVE_S / 2))
         with contextlib.suppress(ReprieveError):
             if getattr(self, "checkpointer", None) is not None:
-                self.checkpointer.leave()
-        if self._telling is not None:
-            self._telling.stopping(stop.reason, step)
-            self._telling.stopped(step, saved=step > 0, times={"signal": stop.at, "agreed": time.monotonic()})
+                self.checkpointer.release()
+        if self._reporter is not None:
+            self._reporter.stopping(stop.reason, step)
+            self._reporter.stopped(step, saved=step > 0, times={"signal": stop.at, "agreed": time.monotonic()})
         with contextlib.suppress(Exception):  # theirs
-            self.guard.call_previous_handler()
-        process_exit.now()
+            self.stop_listener.call_previous_handler()
+        process_exit.exit_now()
 
     def _lost_a_rank(self, error: RanksError) -> None:
         """The main thread probably waits for a dead rank in a collective. While nothing but the store is lost, and
         nobody wants to stop, training goes on."""
-        if isinstance(error, RankFailed) and self.guard.stop is None:
-            self.telling.failed(error)
-        if isinstance(error, RankFailed) or self.guard.stop is not None:
-            process_exit.within(self._exit_wait.total_seconds(), code=1, why=f"{error};")
+        if isinstance(error, RankFailed) and self.stop_listener.stop is None:
+            self.reporter.failed(error)
+        if isinstance(error, RankFailed) or self.stop_listener.stop is not None:
+            process_exit.schedule(self._exit_wait.total_seconds(), code=1, why=f"{error};")
 
     def _close_earlier(self) -> None:
         """In a notebook the same cell may run twice."""
@@ -293,5 +306,5 @@ def _close_at_exit(session: weakref.ref[Session]) -> None:
         # In an interpreter that somebody types into, it may be any error.
         uncaught = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
         if uncaught is not None and not open_session.closed:
-            open_session.telling.failed(uncaught)
+            open_session.reporter.failed(uncaught)
         open_session.close(together=False)

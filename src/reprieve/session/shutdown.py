@@ -41,23 +41,23 @@ class GracefulShutdown:
         self,
         checkpointer: Checkpointer,
         ranks: Ranks,
-        guard: StopListener,
+        stop_listener: StopListener,
         exit_wait: timedelta,
-        telling: RunReporter,
+        reporter: RunReporter,
         parts: Parts,
     ) -> None:
         self._checkpointer = checkpointer
         self._ranks = ranks
-        self._guard = guard
+        self._stop_listener = stop_listener
         self._exit_wait = exit_wait
-        self._telling = telling
+        self._reporter = reporter
         self._parts = parts
 
     def stop(self, step: int, last_saved: int | None, save: Callable[[timedelta | None], object]) -> Preempted:
         """Save what there is time for, leave together; what to raise then. `last_saved`: the step of the last
         checkpoint that was asked for."""
-        self._guard.request(ANOTHER_RANK)  # it may not have heard it yet
-        stop = self._guard.stop
+        self._stop_listener.request(ANOTHER_RANK)  # it may not have heard it yet
+        stop = self._stop_listener.stop
         assert stop is not None
         times = {"signal": stop.at, "agreed": time.monotonic()}
         saved = False
@@ -65,23 +65,25 @@ class GracefulShutdown:
             try:
                 stop = self._agree_on_deadline(stop)
             finally:
-                self._telling.stopping(stop.reason, step)
+                self._reporter.stopping(stop.reason, step)
             left = stop.left()
             if left is not None and stop.certain:
-                process_exit.within(left, why="the grace period is over:")
+                process_exit.schedule(left, why="the grace period is over:")
             plan = self._decide(step, last_saved, left)
             saved = self._carry_out(plan, step, save, stop)
             times["durable"] = time.monotonic()
         except Exception as error:
             log.error(
                 "step %d could not be saved: %s. The next start goes on from the newest valid checkpoint",
-                step, error, exc_info=not isinstance(error, RanksError | OSError),
-            )  # fmt: skip
+                step,
+                error,
+                exc_info=not isinstance(error, RanksError | OSError),
+            )
         # Before the ranks leave: from then on the process has only seconds.
         state = fingerprinted(self._parts) if in_drill() else {}
         self._leave(stop)
         times["left"] = time.monotonic()
-        self._telling.stopped(step, saved=saved, times=times, **state)
+        self._reporter.stopped(step, saved=saved, times=times, **state)
         return Preempted(stop.reason)
 
     def _agree_on_deadline(self, mine: StopRequest) -> StopRequest:
@@ -100,7 +102,7 @@ class GracefulShutdown:
         """Rank 0's decision: is the running save finished or given up, is there a new one?"""
 
         def decide() -> dict[str, Any]:
-            running = self._checkpointer.running
+            running = self._checkpointer.save_in_progress
             needed = self._checkpointer.seconds_for_save()
             rest = running.seconds_left() if running is not None else 0.0
             if rest is None:
@@ -129,9 +131,12 @@ class GracefulShutdown:
         if plan.get("dropped"):
             log.error(
                 "step %d IS NOT SAVED: %.1f s are left, and a save takes about %.1f s. The save that is running, of an "
-                "older step, is finished instead", step, left, plan["needed"],
-            )  # fmt: skip
-        failed = self._checkpointer.settle()
+                "older step, is finished instead",
+                step,
+                left,
+                plan["needed"],
+            )
+        failed = self._checkpointer.drain_save()
         if failed is not None:
             log.error("the save before this one failed: %s", failed)
         if not plan["save"] and failed is None:
@@ -140,7 +145,7 @@ class GracefulShutdown:
             return step > 0 and not plan.get("dropped")
         needed = plan["needed"]
         if needed is not None and left is not None and needed + (plan["rest"] or 0.0) > left:
-            _too_short(step, needed + (plan["rest"] or 0.0), left, self._checkpointer.bytes)
+            _too_short(step, needed + (plan["rest"] or 0.0), left, self._checkpointer.checkpoint_bytes)
             said = True
         else:
             said = False
@@ -160,16 +165,16 @@ class GracefulShutdown:
         except RanksError as error:
             log.warning("not all ranks came to the end: %s", error, extra=ONE_RANK)
         try:
-            self._checkpointer.leave()
+            self._checkpointer.release()
         except ReprieveError as error:
             log.warning("the next start may have to wait a little: %s", error)
         wait = self._exit_wait.total_seconds()
         left = stop.left()
         if left is not None:
             wait = max(0.0, min(wait, left))
-        process_exit.within(wait)
+        process_exit.schedule(wait)
         try:
-            self._guard.call_previous_handler()
+            self._stop_listener.call_previous_handler()
         except Exception:  # theirs
             log.exception("the handler that was there before ours failed")
 
@@ -194,10 +199,10 @@ class _Watching:
 
     def _look(self) -> None:
         while not self._ended.wait(_LOOK_S):
-            running, left = self._checkpointer.running, self._stop.left()
+            running, left = self._checkpointer.save_in_progress, self._stop.left()
             needed = running.seconds_left() if running is not None else None
             if needed is not None and left is not None and needed > left:
-                _too_short(self._step, needed, left, self._checkpointer.bytes)
+                _too_short(self._step, needed, left, self._checkpointer.checkpoint_bytes)
                 return
 
 
@@ -206,5 +211,8 @@ def _too_short(step: int, needed: float, left: float, size: int) -> None:
         "THE GRACE PERIOD IS TOO SHORT to save step %d: %s take about %.1f s, %.1f s are left. Trying anyway; if it is "
         "not done by then, the next start goes on from the checkpoint before. Use a longer grace period, save more "
         "often, or a faster disk",
-        step, format_size(size), needed, max(0.0, left),
-    )  # fmt: skip
+        step,
+        format_size(size),
+        needed,
+        max(0.0, left),
+    )

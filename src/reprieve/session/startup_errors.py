@@ -21,7 +21,7 @@ def reporting_startup_errors() -> Iterator[None]:
     except Exception as error:
         if is_permanent(error):
             reporter = Reporter(_number("RANK", 0), _number("WORLD_SIZE", 1))
-            reporter.tell(report.REFUSED, error=f"{type(error).__name__}: {error}")
+            reporter.send(report.REFUSED, error=f"{type(error).__name__}: {error}")
             reporter.close()
         raise
 

@@ -93,9 +93,9 @@ def give_up(disk: Disk, folder: Path, save_id: str) -> None:
     with contextlib.suppress(OSError, CheckpointError):
         if join(folder) == save_id:
             # Renamed first: a rank that is still creating files fails, and can leave nothing in a folder that is going.
-            doomed = folder.with_name(f"{folder.name.removesuffix('saving')}deleting")
-            disk.rename(folder, doomed)
-            disk.remove_tree(doomed)
+            removable = folder.with_name(f"{folder.name.removesuffix('saving')}deleting")
+            disk.rename(folder, removable)
+            disk.remove_tree(removable)
     _unlock(folder)
 
 

@@ -134,8 +134,9 @@ class LoopPosition:
         log.warning(
             "the checkpoint was written by %d ranks, these are %d: the run goes on at the same place in the data, but "
             "no longer bit for bit as it would have (random numbers and batches of each rank are others)",
-            before, now,
-        )  # fmt: skip
+            before,
+            now,
+        )
         self._resumed_sources = []
         self.resumed_passes = [
             one if one["state"] is None else {"batch": count, "state": {"consumed": count}}

@@ -55,13 +55,13 @@ class Run:
             for batch in run.evaluation(eval_loader):
                 ...
 
-    State (`model=`, `optimizer=`, and whatever else belongs to the run, by name) is restored here, if there is
-    something to resume from. What is not given of `uri`, `every`, `keep`, `fresh`, `grace`, `kill_wait` and `run` comes
-    from the environment (`reprieve run` sets it), or is the default: every 10 minutes, the last 3. `every="never"`
-    and `keep="all"` are possible, and `every="auto"`: from what a save costs and how often the run was interrupted.
+    State (`model=`, `optimizer=`, and whatever else belongs to the run, by name) is restored here if there is a
+    checkpoint to resume from. `uri`, `every`, `keep`, `fresh`, `grace_period`, `kill_wait` and `name` default to the
+    environment (`reprieve run` sets it), then to a save every 10 minutes and the last 3 checkpoints. `every` may be
+    "never", or "auto" for an interval from the cost of a save and the rate of interruptions; `keep` may be "all".
     `keep_every`, `best`, `strict`, `take_over_after`, `rank_timeout`, `ranks`: see `Checkpointer`.
 
-    `grace`: how long the process has after the signal, "2m" or seconds. Default: `REPRIEVE_GRACE`, else what is
+    `grace_period`: how long the process has after the signal, "2m" or seconds. Default: `REPRIEVE_GRACE`, else what is
         known of the platform.
     `kill_wait`: how long to go on after the signal before saving.
     `signals`: which signals stop the run.
@@ -77,10 +77,10 @@ class Run:
         keep: int | str | None = None,
         keep_every: int | None = None,
         best: tuple[str, str] | None = None,
-        run: str | None = None,
+        name: str | None = None,
         fresh: bool | None = None,
         strict: bool = True,
-        grace: str | float | timedelta | None = None,
+        grace_period: str | float | timedelta | None = None,
         kill_wait: str | float | timedelta | None = None,
         signals: Iterable[int | str] = (signal.SIGTERM,),
         notices: str | Sequence[str] = "auto",
@@ -92,7 +92,7 @@ class Run:
         clock: Clock | None = None,
         **state: object,
     ) -> None:
-        given = {"checkpoints": uri and os.fspath(uri), "every": every, "keep": keep, "name": run, "fresh": fresh}
+        given = {"checkpoints": uri and os.fspath(uri), "every": every, "keep": keep, "name": name, "fresh": fresh}
         with reporting_startup_errors():
             settings = resolve({**given, "kill_wait": kill_wait}, options=False)
             if settings.checkpoints is None:
@@ -102,10 +102,22 @@ class Run:
         self._metrics: dict[str, Any] = {}
         self._counting = SampleCounter()
         self._session = session = Session(
-            settings, position=self._position, state=state, grace=grace, signals=signals, notices=notices,
-            exit_wait=exit_wait, rank_timeout=rank_timeout, ranks=ranks, disk=disk, clock=clock,
-            keep_every=keep_every, best=best, strict=strict, take_over_after=take_over_after,
-        )  # fmt: skip
+            settings,
+            position=self._position,
+            state=state,
+            grace_period=grace_period,
+            signals=signals,
+            notices=notices,
+            exit_wait=exit_wait,
+            rank_timeout=rank_timeout,
+            ranks=ranks,
+            disk=disk,
+            clock=clock,
+            keep_every=keep_every,
+            best=best,
+            strict=strict,
+            take_over_after=take_over_after,
+        )
         self._counting.ranks = session.ranks.world_size
         self._boundaries = session.boundaries
         self._checkpointer = session.checkpointer
@@ -118,7 +130,7 @@ class Run:
             """The order of DDP's buckets is not known before the first step."""
             self._by_count = self._checkpointer.schedule.by_count
             self._pace = StepTimer()
-            self._rollback = Rollback(modules, session.guard.grace.period)
+            self._rollback = Rollback(modules, session.stop_listener.grace.period)
             self._finishing = self._completing = False
             self._pending = 0
             """Batches that were given out since the last completed step."""
@@ -272,7 +284,7 @@ class Run:
         self._pace.interrupted()
         going = source.start()
         try:
-            with self._session.telling.tracker.pausing(EVALUATING):
+            with self._session.reporter.tracker.pausing(EVALUATING):
                 for batch in going:
                     self._at_boundary(self._boundaries.evaluation_step)
                     yield batch
@@ -305,7 +317,7 @@ class Run:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *trace: object) -> None:
         if error is not None:
-            self._session.telling.failed(error)
+            self._session.reporter.failed(error)
         self._session.close(together=kind is None)
 
     # Boundaries
@@ -315,9 +327,9 @@ class Run:
         if self._session.stopped is not None:
             raise self._session.stopped  # somebody has caught it
         (come or self._boundaries.step)()
-        if not self._boundaries.asked:
+        if not self._boundaries.has_request:
             return
-        if self._boundaries.stop_asked:
+        if self._boundaries.stop_requested:
             self._stop_here(tail)
         elif not self._pending and self._evaluating is None and not tail:
             self._session.save_beside(lambda: self._save(background=True))
@@ -331,14 +343,14 @@ class Run:
             restore_rng(rng, self._generators)
             self._place.sources[number].restore(source)
         self._tail = (tail or self._evaluating is not None) and bool(self._place.going)
-        stopped = self._session.stop(lambda within: self._save(background=False, within=within))
+        stopped = self._session.stop(lambda time_limit: self._save(background=False, time_limit=time_limit))
         for one in self._place.sources:
             one.end_workers()
-        process_exit.leave(stopped)
+        process_exit.raise_or_exit(stopped)
 
     def _give_up_step(self) -> bool:
         """Is there no time to finish the step that is running? Then back to the one before. All ranks decide alike."""
-        stop = self._session.guard.stop
+        stop = self._session.stop_listener.stop
         left = stop.left() if stop is not None else None
         needed = self._checkpointer.seconds_for_save()
         late = left is not None and self._pace.rest_s() + (needed or 0.0) > left
@@ -360,7 +372,7 @@ class Run:
 
     # Saving and resuming
 
-    def _save(self, *, background: bool, within: timedelta | None = None) -> None:
+    def _save(self, *, background: bool, time_limit: timedelta | None = None) -> None:
         loop = self._place.state(self._session.ranks.world_size)
         if self._evaluating is not None:
             number, _, source = self._evaluating
@@ -369,7 +381,11 @@ class Run:
         loop |= {"tail": self._tail, "metrics": metrics}  # with the manifest go those of rank 0 alone
         loop["ddp"] = self._buckets
         self._session.save(
-            epoch=self._place.epoch, metrics=metrics, values={"loop": loop}, background=background, within=within
+            epoch=self._place.epoch,
+            metrics=metrics,
+            values={"loop": loop},
+            background=background,
+            time_limit=time_limit,
         )
         self._pace.interrupted()
 
@@ -396,7 +412,7 @@ class Run:
 
     def _position(self) -> TrainingProgress:
         if self._metrics:
-            self._session.telling.tracker.metrics(self._metrics)
+            self._session.reporter.tracker.metrics(self._metrics)
         epochs, steps = self._asked
         counted = self._counting
         return TrainingProgress(

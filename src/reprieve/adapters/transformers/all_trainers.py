@@ -21,7 +21,7 @@ from reprieve.storage.uri import DRILL, for_run
 
 def protect_all(module: ModuleType) -> None:
     """Every trainer of this process, from its first `train` on. `module`: `transformers.trainer`."""
-    signal_watch.ready([signal.SIGTERM])
+    signal_watch.install([signal.SIGTERM])
     worker_signals.shield([signal.SIGTERM])
     report_process(PROTECTED)
     real = module.Trainer.train

@@ -72,9 +72,14 @@ class ProtectedTraining:
         self._watch_first = False
         """In a drill: the next batch is the first after the resume."""
         self._session = Session(
-            settings, position=self._position, state={}, parts=self._parts, rng=False,
-            bar=preflight.replaces_bar(trainer), **rest,
-        )  # fmt: skip
+            settings,
+            position=self._position,
+            state={},
+            parts=self._parts,
+            rng=False,
+            bar=preflight.replaces_bar(trainer),
+            **rest,
+        )
         self._by_count = self._session.checkpointer.schedule.by_count
 
     def run(self, train: Callable[..., Any], asked: Any, *args: Any, **kwargs: Any) -> Any:
@@ -96,7 +101,7 @@ class ProtectedTraining:
             together = True
             return result
         except BaseException as error:
-            session.telling.refused(error)
+            session.reporter.refused(error)
             raise
         finally:
             if session.stopped is None:
@@ -151,7 +156,7 @@ class ProtectedTraining:
         """on_train_begin: everything is loaded, and nothing trained."""
         self._watched = ddp_buckets.watch({"model": self._trainer.model_wrapped}).get("model")
         if self._trainer.args.save_strategy != "no":
-            self._session.telling.tracker.checkpoints(enabled=True)
+            self._session.reporter.tracker.checkpoints(enabled=True)
         self._generation = trainer_snapshot.generation(self._trainer)
         resumed = self._resuming.place
         if resumed is None:
@@ -190,10 +195,10 @@ class ProtectedTraining:
         if self._by_count and session.checkpointer.schedule.due_at(self._trainer.state.global_step):
             boundaries.save_is_due()
         boundaries.step()
-        if boundaries.asked:
+        if boundaries.has_request:
             flags = self._trainer.control
             flags.should_evaluate = flags.should_save = False
-            if boundaries.stop_asked:
+            if boundaries.stop_requested:
                 self._batches = batches
                 self._stop()
             if self._trainer.state.global_step == session.last_saved:
@@ -207,7 +212,7 @@ class ProtectedTraining:
 
     def _report_first(self, batch: Any) -> None:
         assert self._loader is not None
-        self._session.telling.restored(functools.partial(drill_parts.data_order, batch, self._loader))
+        self._session.reporter.restored(functools.partial(drill_parts.data_order, batch, self._loader))
 
     def _parts(self) -> dict[str, Any]:
         """The state in memory, at a stop or after a resume. Called only in a drill."""
@@ -276,7 +281,7 @@ class ProtectedTraining:
         self._before = trainer_snapshot.EvaluationSnapshot(self._trainer)
         try:
             self._stop_in_evaluation(self._session.boundaries.step)
-            with self._session.telling.tracker.pausing(EVALUATING):
+            with self._session.reporter.tracker.pausing(EVALUATING):
                 metrics = self._real["evaluate"](*args, **kwargs)
         finally:
             self._before = None
@@ -301,7 +306,7 @@ class ProtectedTraining:
         if session.stopped is not None:
             raise session.stopped
         come()
-        if session.boundaries.stop_asked:
+        if session.boundaries.stop_requested:
             assert self._before is not None
             self._before.go_back()
             self._stop()
@@ -309,10 +314,10 @@ class ProtectedTraining:
     def _stop(self) -> None:
         session = self._session
         self._pushing.stop()
-        stopped = session.stop(lambda within: self._save(background=False, within=within))
+        stopped = session.stop(lambda time_limit: self._save(background=False, time_limit=time_limit))
         assert self._loader is not None
         self._loader.end_workers()
-        process_exit.leave(stopped)
+        process_exit.raise_or_exit(stopped)
 
     # Saving
 
@@ -344,7 +349,7 @@ class ProtectedTraining:
         self._settle()
         self._session.save_beside(lambda: self._save(background=background))
 
-    def _save(self, *, background: bool, within: timedelta | None = None) -> None:
+    def _save(self, *, background: bool, time_limit: timedelta | None = None) -> None:
         session, trainer = self._session, self._trainer
         best = self._best_before = trainer.state.best_model_checkpoint
         try:
@@ -352,11 +357,11 @@ class ProtectedTraining:
                 epoch=trainer.state.epoch,
                 metrics=self._contents.metrics(),
                 values={"transformers": self._values()},
-                files=lambda: self._contents.collect(session),
+                extra_files=lambda: self._contents.collect(session),
                 unrequested=self._contents.asked_at != trainer.state.global_step,
                 replace=True,
                 background=background and not trainer.args.push_to_hub,
-                within=within,
+                time_limit=time_limit,
             )
         except BaseException:
             trainer.state.best_model_checkpoint = best  # the best of those that there are
@@ -372,7 +377,7 @@ class ProtectedTraining:
     def _settle(self) -> None:
         """The save before this one is done, or lost."""
         state = self._trainer.state
-        if self._session.settle() and not Path(state.best_model_checkpoint or ".").is_dir():
+        if self._session.drain_save() and not Path(state.best_model_checkpoint or ".").is_dir():
             state.best_model_checkpoint = self._best_before
 
     def _values(self) -> dict[str, Any]:
@@ -425,7 +430,7 @@ class ProtectedTraining:
 
     def logged(self, logs: Mapping[str, Any]) -> None:
         """on_log."""
-        self._session.telling.tracker.metrics(logs)
+        self._session.reporter.tracker.metrics(logs)
 
 
 def _as(real: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:

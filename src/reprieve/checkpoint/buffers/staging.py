@@ -54,8 +54,11 @@ def warn_if_tight(root: Path, needed: int, retention: Retention, found: Sequence
         log.warning(
             "%s has room for fewer than keep + 1 = %d checkpoints of %s: %s more will be needed. "
             "Free some space or lower `keep`",
-            root, retention.keep + 1, format_size(size), format_size(missing),
-        )  # fmt: skip
+            root,
+            retention.keep + 1,
+            format_size(size),
+            format_size(missing),
+        )
     return missing > 0
 
 
@@ -94,8 +97,9 @@ class StagingBuffers:
                 if not self._told:
                     log.warning(
                         "no memory for a staging copy of %s (%s free): background saves block until they are written",
-                        format_size(blocks * BLOCK_BYTES), format_size(room),
-                    )  # fmt: skip
+                        format_size(blocks * BLOCK_BYTES),
+                        format_size(room),
+                    )
                     self._told = True
                 return False
             # One that is not waited for must not keep the interpreter alive at its end.

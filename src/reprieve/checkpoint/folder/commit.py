@@ -117,10 +117,10 @@ def remove(disk: Disk, path: Path) -> None:
 
 def hide(disk: Disk, path: Path) -> Path:
     """The first part of a removal, and the only one that anybody could notice; what is left to remove."""
-    doomed = paths.deleting(path)
-    disk.rename(path, doomed)
+    removable = paths.deleting(path)
+    disk.rename(path, removable)
     disk.flush_folder(path.parent)
-    return doomed
+    return removable
 
 
 def quarantine(disk: Disk, path: Path, reason: str) -> Path:

@@ -18,9 +18,9 @@ from reprieve.storage.disk import Disk
 _NAME = "finished.json"
 
 
-def write(disk: Disk, root: Path, owner: FolderLease, step: int, asked: Any) -> None:
-    """`asked`: what there was to do, so that a rerun that is asked for more can tell."""
-    note = {"run": owner.run, "attempt": owner.attempt, "step": step, "asked": asked}
+def write(disk: Disk, root: Path, owner: FolderLease, step: int, request: Any) -> None:
+    """`request`: what there was to do, so that a rerun that is asked for more can tell."""
+    note = {"run": owner.run, "attempt": owner.attempt, "step": step, "asked": request}
     with owner.committing():
         disk.replace_file(root / paths.OWNER_FOLDER / _NAME, json.dumps(note).encode() + b"\n")
 

@@ -162,7 +162,7 @@ def acquire(disk: Disk, root: Path, run: str | None, *, wait: timedelta, clock: 
         if record is not None and (run is None or record.run != run):
             raise FolderInUse(
                 f"{root} is in use by {record}. Use another folder, stop that run first, or, if this is the same "
-                f"run, start it with run={record.run!r}"
+                f"run, start it with name={record.run!r}"
             )
         if clock.monotonic() >= give_up:
             if record is None:

@@ -48,8 +48,8 @@ class Pruner:
         found = list_checkpoints(self._root)
         ours = [one for one in found if one.problem is None and one.manifest and one.manifest.run == run]
         self.newest = ours[0].step if ours else None
-        doomed = self._retention.doomed(found, run, ours[0].step) if ours else []
-        check_room(self._root, needed, going=sum(one.bytes for one in doomed))
+        removable = self._retention.removable(found, run, ours[0].step) if ours else []
+        check_room(self._root, needed, going=sum(one.bytes for one in removable))
         self._tight_told = warn_if_tight(self._root, needed, self._retention, found)
 
     def look_again(self, needed: int) -> None:
@@ -74,16 +74,16 @@ class Pruner:
         finally:
             self._hurry.clear()
 
-    def retire(self, owner: FolderLease) -> None:
+    def prune(self, owner: FolderLease) -> None:
         """Remove what retention no longer wants, once the newest has been read back and verified."""
         if (newest := self.newest) is None:
             return
-        doomed = self._retention.doomed(list_checkpoints(self._root), owner.run, newest, self.pinned)
+        removable = self._retention.removable(list_checkpoints(self._root), owner.run, newest, self.pinned)
         if (verified := self.verified) is not None:
             # What is older than one that was read back need not wait for the next; that one itself stays until then.
-            self._remove([one for one in doomed if one.step < verified], owner)
-            doomed = [one for one in doomed if one.step >= verified]
-        if not doomed:
+            self._remove([one for one in removable if one.step < verified], owner)
+            removable = [one for one in removable if one.step >= verified]
+        if not removable:
             return
         if newest != verified:
             try:
@@ -94,10 +94,10 @@ class Pruner:
                 log.error("nothing is removed: the newest checkpoint did not pass when read back: %s", error)
                 return
             self.verified, self._gave_way = newest, False
-        self._remove(doomed, owner)
+        self._remove(removable, owner)
 
-    def _remove(self, doomed: Sequence[CheckpointInfo], owner: FolderLease) -> None:
-        for one in doomed:
+    def _remove(self, removable: Sequence[CheckpointInfo], owner: FolderLease) -> None:
+        for one in removable:
             with owner.committing():
                 hidden = hide_unless_read(self._disk, one.path)
             if hidden is None:

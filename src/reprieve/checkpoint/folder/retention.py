@@ -41,7 +41,7 @@ class Retention:
         if self.best is not None and (len(self.best) != 2 or self.best[1] not in ("min", "max")):
             raise ConfigError(f'best={self.best!r}: write it like ("eval_loss", "min")')
 
-    def doomed(
+    def removable(
         self, found: Sequence[CheckpointInfo], run: str, saved: int, pinned: Collection[int | None] = ()
     ) -> list[CheckpointInfo]:
         """Those of the run that nothing wants any more, oldest first; never the step that was just saved, nor those
@@ -62,8 +62,11 @@ class Retention:
             wanted |= {one.step for one in valid if one.step % self.keep_every == 0}
         if self.best is not None:
             metric, mode = self.best
-            scored = [(one.manifest.metrics[metric], one.step) for one in valid
-                      if one.manifest is not None and metric in one.manifest.metrics]  # fmt: skip
+            scored = [
+                (one.manifest.metrics[metric], one.step)
+                for one in valid
+                if one.manifest is not None and metric in one.manifest.metrics
+            ]
             if scored:
                 wanted.add((min if mode == "min" else max)(scored)[1])
         return [one for one in reversed(valid) if one.step not in wanted]

@@ -222,9 +222,13 @@ class LayoutBuilder:
         if not is_sharded(tensor):
             tensor = tensor.detach()
             self.add_source(
-                source_of(tensor) if tensor.nbytes else None, tensor.nbytes,
-                crc=crc, device=tensor.device, label=name, holders=holders,
-            )  # fmt: skip
+                source_of(tensor) if tensor.nbytes else None,
+                tensor.nbytes,
+                crc=crc,
+                device=tensor.device,
+                label=name,
+                holders=holders,
+            )
             return
         own, local = own_range(name, tensor), local_part(tensor)
         for shard in shards_of(name, tensor):

@@ -133,17 +133,25 @@ class _StoragePickler(pickle.Pickler):
             if is_sharded(obj):
                 # As the whole tensor, for whoever loads the file; its bytes come from the ranks that hold them.
                 return torch._utils._rebuild_tensor_v2, (
-                    _Reference(self._refer_to_shards(obj)), 0, tuple(obj.shape), _row_major(obj.shape), False,
+                    _Reference(self._refer_to_shards(obj)),
+                    0,
+                    tuple(obj.shape),
+                    _row_major(obj.shape),
+                    False,
                     OrderedDict(),
-                )  # fmt: skip
+                )
             if _is_plain(obj):
                 # What the tensor's own __reduce_ex__ gives, five times as fast.
                 storage = obj.untyped_storage()
                 reference = self._refer(storage, KINDS[obj.dtype], storage.nbytes() // obj.element_size())
                 return torch._utils._rebuild_tensor_v2, (
-                    _Reference(reference), obj.storage_offset(), tuple(obj.shape), obj.stride(), obj.requires_grad,
+                    _Reference(reference),
+                    obj.storage_offset(),
+                    tuple(obj.shape),
+                    obj.stride(),
+                    obj.requires_grad,
                     OrderedDict(),
-                )  # fmt: skip
+                )
         elif type(obj) is OrderedDict and not obj and not obj.__dict__:
             return OrderedDict, ()
         return NotImplemented
@@ -278,9 +286,19 @@ class _Archive:
         extra = zip64 + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
         crc = record.crc if record.known else 0
         header = struct.pack(
-            "<4s5H3I2H", b"PK\x03\x04", 45 if record.large else 20, record.flags, 0, 0, _DOS_DATE,
-            crc, size, size, len(record.name), len(extra),
-        )  # fmt: skip
+            "<4s5H3I2H",
+            b"PK\x03\x04",
+            45 if record.large else 20,
+            record.flags,
+            0,
+            0,
+            _DOS_DATE,
+            crc,
+            size,
+            size,
+            len(record.name),
+            len(extra),
+        )
         self._layout.add_bytes(header + record.name + extra)
         self._records.append(record)
 
@@ -291,13 +309,28 @@ class _Archive:
             extra = record.directory_extra
             parts += [
                 struct.pack(
-                    "<4s6H3I5H2I", b"PK\x01\x02", 45, 45 if extra else 20, record.flags, 0, 0, _DOS_DATE,
-                    record.crc if record.known else crcs[record.crc], size, size, len(record.name), len(extra),
-                    0, 0, 0, 0, min(record.offset, _ZIP32_MAX),
+                    "<4s6H3I5H2I",
+                    b"PK\x01\x02",
+                    45,
+                    45 if extra else 20,
+                    record.flags,
+                    0,
+                    0,
+                    _DOS_DATE,
+                    record.crc if record.known else crcs[record.crc],
+                    size,
+                    size,
+                    len(record.name),
+                    len(extra),
+                    0,
+                    0,
+                    0,
+                    0,
+                    min(record.offset, _ZIP32_MAX),
                 ),
                 record.name,
                 extra,
-            ]  # fmt: skip
+            ]
         return b"".join(parts)
 
     def build(self, pickled: Pickled) -> FileLayout:

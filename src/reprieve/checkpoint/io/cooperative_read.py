@@ -63,10 +63,12 @@ class CooperativeReader:
                     _raise_first([*delivered[number - _AHEAD]], loads[number - _AHEAD])
                 loads[number].exception()  # a rank that could not read still takes part
                 blocks = self._exchange(these, number)
-                delivered.append([
-                    threads.submit(partial(_deliver, span, block, progress))
-                    for span, block in zip(these, blocks, strict=False)
-                ])  # fmt: skip
+                delivered.append(
+                    [
+                        threads.submit(partial(_deliver, span, block, progress))
+                        for span, block in zip(these, blocks, strict=False)
+                    ]
+                )
             for number, waiting in enumerate(delivered):
                 _raise_first(waiting, loads[number])
         finally:

@@ -53,7 +53,7 @@ class StateLoader:
         *,
         strict: bool = True,
         rng: bool = True,
-        whole: bool = False,
+        verify_all_files: bool = False,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
@@ -61,8 +61,10 @@ class StateLoader:
         self._manifest = manifest
         self._state = state
         block_bytes = manifest.block_bytes if manifest else BLOCK_BYTES
-        self._reader = Reader(folder, pool, block_bytes=block_bytes, cache=Cache.FILL if whole else Cache.USE)
-        self._whole = whole
+        self._reader = Reader(
+            folder, pool, block_bytes=block_bytes, cache=Cache.FILL if verify_all_files else Cache.USE
+        )
+        self._verify_all_files = verify_all_files
         self._strict = strict
         self._rng = rng
         self._rank = rank
@@ -107,15 +109,17 @@ class StateLoader:
     def _prepare(self) -> None:
         if self._manifest is not None:
             # All of them are verified, whether something needs them or not; of several ranks by one on each machine.
-            if self._world_size == self._manifest.world_size == 1 or (self._whole and _first_of_machine()):
+            if self._world_size == self._manifest.world_size == 1 or (self._verify_all_files and _first_of_machine()):
                 for name in self._manifest.files:
                     self._open(name)
             self._compare("the state", set(self._manifest.state), set(self._state.names))
             if self._manifest.world_size != self._world_size:
                 log.warning(
                     "%s was written by %d ranks, this run has %d: random numbers and data will not continue exactly",
-                    self._folder, self._manifest.world_size, self._world_size,
-                )  # fmt: skip
+                    self._folder,
+                    self._manifest.world_size,
+                    self._world_size,
+                )
         for name, module in self._state.modules.items():
             self._prepare_module(name, module)
         for name, obj in self._state.stateful.items():

@@ -87,8 +87,8 @@ class ResumeJob:
         *,
         strict: bool,
         rng: bool,
-        whole: bool = False,
-        needs: str | None = None,
+        verify_all_files: bool = False,
+        required_file: str | None = None,
         progress: Callable[[int], None] | None,
         settle: Callable[[], None] = lambda: None,
     ) -> None:
@@ -101,8 +101,8 @@ class ResumeJob:
         self._ranks = ranks
         self._strict = strict
         self._rng = rng
-        self._whole = whole
-        self._needs = needs
+        self._verify_all_files = verify_all_files
+        self._required_file = required_file
         self._progress = progress
         self._settle = settle
         self._bad: tuple[Path, str] | None = None
@@ -158,8 +158,8 @@ class ResumeJob:
         if found.manifest is not None and found.manifest.run != self._run:
             raise OtherRun(f"written by run {found.manifest.run!r}, this is run {self._run!r}", path=found.path)
         if found.manifest is None:
-            if self._needs is not None and not (found.path / self._needs).is_file():
-                raise InvalidCheckpoint(f"{self._needs} is missing", path=found.path)
+            if self._required_file is not None and not (found.path / self._required_file).is_file():
+                raise InvalidCheckpoint(f"{self._required_file} is missing", path=found.path)
             check_foreign(found.path)
         digest = None if found.manifest is None else digest_of(found.manifest.encode())
         done = finished_marker.read(self._root, found.manifest)
@@ -181,9 +181,16 @@ class ResumeJob:
                 if digest is not None and (found.manifest is None or digest_of(found.manifest.encode()) != digest):
                     raise InvalidCheckpoint("this rank sees another manifest than rank 0", path=path)
                 job = StateLoader(
-                    path, found.manifest, self._state, self._pool, strict=self._strict, rng=self._rng,
-                    whole=self._whole, rank=self._ranks.rank, world_size=self._ranks.world_size,
-                )  # fmt: skip
+                    path,
+                    found.manifest,
+                    self._state,
+                    self._pool,
+                    strict=self._strict,
+                    rng=self._rng,
+                    verify_all_files=self._verify_all_files,
+                    rank=self._ranks.rank,
+                    world_size=self._ranks.world_size,
+                )
                 stack.enter_context(job)
                 return job.prepare()
 

@@ -50,7 +50,7 @@ class Background:
         if (error := _first_error(jobs)) is not None:
             raise error
 
-    def settle(self) -> BaseException | None:
+    def drain(self) -> BaseException | None:
         """Until no save is being written; what went wrong in all that is done."""
         self.let_save_end()
         done = [job for job in self._jobs if job.done()]

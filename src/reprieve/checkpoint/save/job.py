@@ -185,9 +185,14 @@ class SaveJob:
         assert isinstance(self._owner, FolderLease)
         manifest = replace(self._manifest, files=files)
         commit.commit(
-            self._disk, self._root, self._folder, manifest, self._owner,
-            replacing=self._replacing, superseding=self._superseding,
-        )  # fmt: skip
+            self._disk,
+            self._root,
+            self._folder,
+            manifest,
+            self._owner,
+            replacing=self._replacing,
+            superseding=self._superseding,
+        )
 
     # When something goes wrong
 

@@ -80,8 +80,11 @@ def plan(
     for name, config in captured.configs.items():
         file = "config.json" if name == "model" else f"{name}.config.json"
         files.append(bytes_layout(file, json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"))
-    own = {buffers_name(name): buffers for name in state.own_buffers
-           if several and (buffers := own_buffers(captured, name))}  # fmt: skip
+    own = {
+        buffers_name(name): buffers
+        for name in state.own_buffers
+        if several and (buffers := own_buffers(captured, name))
+    }
     for name, tree in captured.trees.items():
         sharing = state.sharing(name) if several else Sharing.FIRST
         if sharing is Sharing.OWN:

@@ -32,7 +32,7 @@ class SaveRequest:
     epoch: float | None
     metrics: Mapping[str, float] | None
     values: Mapping[str, Any] | None
-    files: Callable[[], Sequence[FileLayout]]
+    extra_files: Callable[[], Sequence[FileLayout]]
     unrequested: bool
     replace: bool
 

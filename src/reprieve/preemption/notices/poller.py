@@ -95,9 +95,11 @@ class NoticePoller:
         trouble = str(error) or type(error).__name__
         if trouble != self._trouble and not self._closed.is_set():
             log.warning(
-                "cannot ask %s for notices: %s. Training goes on, and we keep asking", self._cloud.name, trouble,
+                "cannot ask %s for notices: %s. Training goes on, and we keep asking",
+                self._cloud.name,
+                trouble,
                 extra=ONE_RANK,
-            )  # fmt: skip
+            )
         self._trouble = trouble
 
     def _worked(self) -> None:

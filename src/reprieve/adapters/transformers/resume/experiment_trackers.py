@@ -42,8 +42,10 @@ def going_on(trainer: Any, known: Mapping[str, str]) -> Iterator[None]:
             elif active != known[name]:  # two at once are an error to MLflow
                 log.warning(
                     "the script has begun a run of %s itself, %s: it is not the one from before the resume, %s",
-                    name, active, known[name],
-                )  # fmt: skip
+                    name,
+                    active,
+                    known[name],
+                )
         yield
 
 

@@ -28,7 +28,7 @@ class TrainerResume:
         self._trainer = trainer
         self._session = session
         self._real = real
-        restored = session.checkpointer.restore(whole=True, needs="trainer_state.json")
+        restored = session.checkpointer.restore(verify_all_files=True, required_file="trainer_state.json")
         self.given = preflight.path_in(asked)
         self.path = preflight.point(session, restored, self.given)
         """The checkpoint to load."""

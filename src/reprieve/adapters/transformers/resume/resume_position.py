@@ -57,8 +57,15 @@ def _dealt_again(saved: Mapping[str, Any], trainer: Any, loader: ResumableDataLo
         "the checkpoint was written by %d ranks with %d batches of %d in a step, these are %d with %d of %d: the run "
         "goes on at the same place in the data (%d samples of this epoch are done), but no longer bit for bit as it "
         "would%s",
-        saved["world_size"], saved["accumulation"], saved["batch_size"], ranks, count, size, done, but,
-    )  # fmt: skip
+        saved["world_size"],
+        saved["accumulation"],
+        saved["batch_size"],
+        ranks,
+        count,
+        size,
+        done,
+        but,
+    )
     return {"position": dealt, "source": source, "buckets": []}
 
 

@@ -39,7 +39,7 @@ class HubPusher:
 
     def push(self, session: Session) -> None:
         """The last checkpoint, which is committed. In the grace period there is no time for it."""
-        if self._trainer.args.push_to_hub and session.last_saved and session.guard.stop is None:
+        if self._trainer.args.push_to_hub and session.last_saved and session.stop_listener.stop is None:
             self._trainer._push_from_checkpoint(str(paths.checkpoint(session.root, session.last_saved)))
 
     def stop(self) -> None:

@@ -40,10 +40,25 @@ NUMPY_RNG_GLOBALS = frozenset(
 """What numpy's RNG state in a stock `rng_state.pth` is made of; transformers allow-lists the same."""
 
 _ITEM_BYTES = {
-    "Double": 8, "Float": 4, "Half": 2, "BFloat16": 2, "Long": 8, "Int": 4, "Short": 2, "Char": 1, "Byte": 1, "Bool": 1,
-    "ComplexDouble": 16, "ComplexFloat": 8, "Untyped": 1,
-    "QUInt8": 1, "QInt8": 1, "QInt32": 4, "QUInt4x2": 1, "QUInt2x4": 1,
-}  # fmt: skip
+    "Double": 8,
+    "Float": 4,
+    "Half": 2,
+    "BFloat16": 2,
+    "Long": 8,
+    "Int": 4,
+    "Short": 2,
+    "Char": 1,
+    "Byte": 1,
+    "Bool": 1,
+    "ComplexDouble": 16,
+    "ComplexFloat": 8,
+    "Untyped": 1,
+    "QUInt8": 1,
+    "QInt8": 1,
+    "QInt32": 4,
+    "QUInt4x2": 1,
+    "QUInt2x4": 1,
+}
 _STORAGE_BYTES = {
     f"{module}.{kind}Storage": size for kind, size in _ITEM_BYTES.items() for module in ("torch", "torch.storage")
 }
@@ -82,9 +97,16 @@ def check_other_zip(file: FileReader, path: Path) -> None:
             raise
         raise InvalidCheckpoint(f"damaged or cut short: {error}") from error
     except (
-        zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error,
-        NotImplementedError, RuntimeError, EOFError, ValueError, OverflowError,
-    ) as error:  # fmt: skip
+        zipfile.BadZipFile,
+        zlib.error,
+        lzma.LZMAError,
+        struct.error,
+        NotImplementedError,
+        RuntimeError,
+        EOFError,
+        ValueError,
+        OverflowError,
+    ) as error:
         raise InvalidCheckpoint(f"damaged or cut short: {error}") from error
     if damaged is not None:
         raise InvalidCheckpoint(f"damaged: the CRC-32 of record {damaged!r} is wrong")
