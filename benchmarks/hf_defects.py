@@ -36,9 +36,9 @@ class Lost(Exception):
 
 @dataclass
 class Job:
-    """The script, started as often as a scenario likes, by `stop_listener`: "stock", "reprieve" or nobody."""
+    """The script, started as often as a scenario likes, by `protection`: "stock", "reprieve" or nobody."""
 
-    stop_listener: str
+    protection: str
     folder: Path
     ranks: int = 1
     options: list[str] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Job:
 
     @property
     def ours(self) -> bool:
-        return self.stop_listener == "reprieve"
+        return self.protection == "reprieve"
 
     def start(self, *more: str, ranks: int | None = None) -> subprocess.Popen[str]:
         ranks = ranks or self.ranks
@@ -63,7 +63,7 @@ class Job:
             ]
         if self.ours:
             command = [sys.executable, "-m", "reprieve", "run", "--grace-period", "60s", *command]
-        elif self.stop_listener == "stock":
+        elif self.protection == "stock":
             command.append("--jit")
         env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         return subprocess.Popen(
@@ -350,10 +350,10 @@ def _watching(job: Job) -> Iterator[list[str]]:
         thread.join()
 
 
-def run(number: int, stop_listener: str) -> str | None:
+def run(number: int, protection: str) -> str | None:
     """What was lost in this scenario, from 1; None: nothing."""
     folder = Path(tempfile.mkdtemp(prefix="defect-"))
-    job = Job(stop_listener, folder / "job")
+    job = Job(protection, folder / "job")
     try:
         SCENARIOS[number - 1](job)
     except Lost as lost:
@@ -376,7 +376,7 @@ def main() -> int:
     lost_ours = 0
     for number in options.only or range(1, len(SCENARIOS) + 1):
         title = (SCENARIOS[number - 1].__doc__ or "").strip()
-        found = {stop_listener: run(number, stop_listener) for stop_listener in ("stock", "reprieve")}
+        found = {protection: run(number, protection) for protection in ("stock", "reprieve")}
         lost_ours += found["reprieve"] is not None
         print(title, found, file=sys.stderr, flush=True)
         table.add_row(title, found["stock"] or "nothing lost", found["reprieve"] or "nothing lost")

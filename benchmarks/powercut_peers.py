@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
-from tests.powercut.loopfs import LoopDisk, why_unavailable
+from tests.powercut.rigs.loopfs import LoopDisk, why_unavailable
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load_state
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save_state
 

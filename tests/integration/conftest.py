@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from .launch_kit import end_what_still_runs
+from tests.support.launch_kit import end_what_still_runs
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+from tests.support.places import ROOT
+
+EXAMPLES = ROOT / "examples"
 
 
 def start(script: str, folder: Path, ranks: int = 1) -> subprocess.Popen[str]:

@@ -10,9 +10,8 @@ import time
 import pytest
 
 from reprieve import ReprieveError
-
-from .loopfs import LoopDisk, why_unavailable
-from .promise import Job, check_promise
+from tests.powercut.rigs.loopfs import LoopDisk, why_unavailable
+from tests.powercut.rigs.promise import Job, check_promise
 
 SEEDS, CUTS = (range(1, 9), 1_250) if os.environ.get("REPRIEVE_SOAK") else (range(1, 3), 100)
 

@@ -21,9 +21,8 @@ from reprieve.checkpoint.buffers.block_pool import BlockPool
 from reprieve.checkpoint.folder.verify import verify
 from reprieve.dcp import StorageReader, StorageWriter
 from reprieve.storage.disk import Disk
-
-from ..integration.dcp_ranks import Dies
-from .strict import Op, Recording, build, crash_states
+from tests.powercut.rigs.strict import Op, Recording, build, crash_states
+from tests.support.jobs.dcp_jobs import Dies
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 

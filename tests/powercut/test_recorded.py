@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from .promise import Job, check_visible
-from .recorder import Recorder, why_unavailable
-from .replay import CrashState, check_crashes
+from tests.powercut.rigs.promise import Job, check_visible
+from tests.powercut.rigs.recorder import Recorder, why_unavailable
+from tests.powercut.rigs.replay import CrashState, check_crashes
 
 SUBSETS = 20_000 if os.environ.get("REPRIEVE_SOAK") else 1200
 

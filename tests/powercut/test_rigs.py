@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from .loopfs import LoopDisk, why_unavailable
-from .recorder import Entry, Flush, Mark, Recorder, Write
-from .recorder import why_unavailable as why_no_recorder
-from .replay import CrashState, Outcome, check_crashes, images
+from tests.powercut.rigs.loopfs import LoopDisk, why_unavailable
+from tests.powercut.rigs.recorder import Entry, Flush, Mark, Recorder, Write
+from tests.powercut.rigs.recorder import why_unavailable as why_no_recorder
+from tests.powercut.rigs.replay import CrashState, Outcome, check_crashes, images
+from tests.support.places import ROOT
 
 pytestmark = [
     pytest.mark.root,
@@ -59,9 +60,8 @@ def overwrite_direct(path: Path, *, sync: bool) -> None:
 
 def in_a_process(code: str, *args: object) -> subprocess.Popen[str]:
     """A Python that runs the code with the rigs importable, and prints 'ready' when it has got somewhere."""
-    top = Path(__file__).parents[1]
     command = [sys.executable, "-c", code, *map(str, args)]
-    return subprocess.Popen(command, cwd=top, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def is_mounted(path: Path) -> bool:
@@ -148,7 +148,7 @@ def test_a_process_that_writes_through_the_old_mount_does_not_reach_the_new_one(
 
 def test_several_processes_may_take_loop_devices_at_once() -> None:
     code = (
-        "from powercut.loopfs import LoopDisk\n"
+        "from tests.powercut.rigs.loopfs import LoopDisk\n"
         "with LoopDisk() as disk:\n"
         "    for _ in range(10):\n"
         "        disk.cut()\n"
@@ -164,7 +164,7 @@ def test_several_processes_may_take_loop_devices_at_once() -> None:
     "rig", ["loopfs import LoopDisk", pytest.param("recorder import Recorder", marks=needs_recorder)]
 )
 def test_nothing_is_left_of_a_rig_whose_test_was_killed(rig: str) -> None:
-    code = f"from powercut.{rig} as Rig\nimport sys\nwith Rig() as rig: print(rig.path, flush=True); sys.stdin.read()"
+    code = f"from tests.powercut.rigs.{rig} as Rig\nimport sys\nwith Rig() as rig: print(rig.path, flush=True); sys.stdin.read()"
     with in_a_process(code) as process:
         assert process.stdout is not None
         path = Path(process.stdout.readline().strip())

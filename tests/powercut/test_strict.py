@@ -17,9 +17,8 @@ from reprieve.checkpoint.folder.catalog import list_checkpoints
 from reprieve.checkpoint.format.layout import bytes_layout
 from reprieve.checkpoint.format.manifest import read_manifest
 from reprieve.storage.disk import Disk
-
-from .promise import Job, check_visible
-from .strict import Op, Recording, build, crash_states
+from tests.powercut.rigs.promise import Job, check_visible
+from tests.powercut.rigs.strict import Op, Recording, build, crash_states
 
 Check = Callable[[Path, list[str]], None]
 SET_UP_DONE = "set up"

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from helpers import FakeClock
 
 from reprieve.launch.rank_reports import Listener
 from reprieve.progress import publisher
+from tests.support.helpers import FakeClock
 
 
 @pytest.fixture

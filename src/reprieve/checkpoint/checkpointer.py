@@ -474,7 +474,7 @@ class Checkpointer:
     ) -> Restored | None:
         """Go on from the newest valid checkpoint. None if there is none and nothing that looks like one.
 
-        `verify_all_files`: verify every file, also those that another reader opens next, and keep them in the page cache.
+        `verify_all_files`: also verify the files that somebody else reads next, and keep them in the page cache.
         `required_file`: a file that a checkpoint without our manifest must have.
         """
         job = resume.ResumeJob(

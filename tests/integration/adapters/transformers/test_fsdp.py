@@ -1,0 +1,168 @@
+"""Trainers under FSDP2: each rank saves its shards as stock does, and what one rank cannot save no rank waits for."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from reprieve.adapters.dcp.metadata import DATA_OFFSET
+from reprieve.testing import Fault, fail, full_disk, pause
+from tests.support.hf_kit import after, attempt, ends, goes_on, stopped, undisturbed, valid
+from tests.support.jobs.hf_jobs import HfJob, seen
+from tests.support.jobs.stop_scenario_jobs import told
+
+pytestmark = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.17"),
+    reason=f"transformers {transformers.__version__} does FSDP on GPUs only",
+)
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+SHARDS = [".metadata", "__0_0.distcp", "__1_0.distcp"]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> HfJob:
+    """6 steps in each of two epochs, 3 batches in an evaluation."""
+    return _job(tmp_path / "job")
+
+
+def _job(folder: Path) -> HfJob:
+    return HfJob(str(folder), sharded="SHARDED_STATE_DICT", samples=48).but(per_device_eval_batch_size=2)
+
+
+@pytest.fixture
+def plain(job: HfJob) -> HfJob:
+    """Fetches draw no random numbers: then even stock resumes exactly."""
+    return replace(job, masking=False)
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> HfJob:
+    """Went on without Reprieve from its own checkpoint of step 4."""
+    job = replace(_job(tmp_path_factory.mktemp("stock") / "job"), masking=False, safe=False)
+    ends(job.but(save_strategy="steps", save_steps=4), 2)
+    for later in (8, 12):
+        shutil.rmtree(job.output / f"checkpoint-{later}")
+    ends(replace(job, given=True), 2)
+    return job
+
+
+@pytest.mark.parametrize("at", [("forward", 4), ("prediction", 2)], ids=lambda at: f"{at[0]}-{at[1]}")
+def test_stopped_anywhere(job: HfJob, at: tuple[str, int]) -> None:
+    """In an evaluation the outermost weights are gathered, and are saved as shards all the same."""
+    assert "FULL_STATE_DICT" not in stopped(job, *told(at[1], at[0], rank=1), ranks=2)
+    assert valid(job) == [4 if at[0] == "forward" else 6]
+    assert goes_on(job, 2) == undisturbed(job, 2)
+
+
+def test_stock_goes_on_from_ours(plain: HfJob, stock: HfJob, tmp_path: Path) -> None:
+    """As it does from its own: the shards are the same."""
+    stopped(plain, *told(4), ranks=2)
+    for name in ("pytorch_model_fsdp_0", "optimizer_0"):
+        ours, theirs = (one.output / "checkpoint-4" / name for one in (plain, stock))
+        assert sorted(path.name for path in ours.iterdir()) == SHARDS
+        items = FileSystemReader(ours).read_metadata().storage_data.values()
+        assert any(hasattr(item, DATA_OFFSET) for item in items), "stock has written it, and we once more"
+        _assert_same(_by_stock(ours, tmp_path / "ours"), _by_stock(theirs, tmp_path / "theirs"))
+    ends(replace(plain, safe=False, given=True), 2)
+    assert after(plain, 4) == after(stock, 4)
+
+
+def test_goes_on_from_stock(plain: HfJob, stock: HfJob) -> None:
+    """As stock does."""
+    shutil.copytree(stock.output / "checkpoint-4", plain.output / "checkpoint-4")
+    assert "was saved by other means" in ends(plain, 2)
+    assert after(plain, 4) == after(stock, 4)
+
+
+def test_a_rank_whose_disk_is_full(job: HfJob) -> None:
+    """It has room for one checkpoint."""
+    often = job.but(save_strategy="steps", save_steps=2)
+    results = attempt(often, full_disk(1, 400_000), ranks=2)
+    assert [result.error and result.error.type for result in results] == ["RankFailed", "StorageFull"], str(results)
+    assert "the periodic save before this one failed: write: rank 1: StorageFull" in results[0].output
+    assert len(seen(job.folder)["losses-1.jsonl"]) == 12
+    assert valid(job) == [2]
+    assert _ending(goes_on(often, 2)) == _ending(undisturbed(job, 2))
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [fail(1, "publish scratch", FULL, nth=2)],
+        [fail(0, "saved", FULL, nth=2)],
+        [pause(0, "before plan", 0.5, nth=2), fail(0, "before plan", FULL, nth=2)],
+    ],
+    ids=["before", "after", "long after"],
+)
+def test_a_rank_that_cannot_save(job: HfJob, faults: list[Fault]) -> None:
+    """Before or after the collectives in the trainer's own code: training goes on, without that checkpoint."""
+    results = attempt(job.but(save_strategy="steps", save_steps=2), *faults, ranks=2)
+    for result in results:
+        assert result.ok, str(result)
+        assert "step 4 is not saved" in result.output
+    assert valid(job) == [12, 10, 8, 6, 2]
+    assert seen(job.folder) == undisturbed(job, 2)
+
+
+def test_a_rank_that_fails_among_collectives(job: HfJob) -> None:
+    """The other stands in one that nobody will come to: the run ends, in time, and has its older checkpoint."""
+    hasty = replace(job.but(save_strategy="steps", save_steps=2), options=(("rank_timeout", "3s"),))
+    results = attempt(hasty, fail(1, "save", FULL, nth=2), ranks=2)
+    assert not any(result.ok or result.timed_out for result in results), str(results)
+    assert results[1].error is not None
+    assert "No space left on device. The other ranks stand still in the save" in results[1].error.message
+    assert valid(job) == [2]
+
+
+def test_another_number_of_ranks(job: HfJob) -> None:
+    stopped(job, *told(3), ranks=2)
+    assert "written by 2 ranks with 1 batches of 4 in a step, these are 3 with 1 of 4" in ends(job, 3)
+
+
+def test_the_best_model(job: HfJob) -> None:
+    job = job.but(load_best_model_at_end=True, save_total_limit=1, learning_rate=3e-2, num_train_epochs=3)
+    stopped(job, *told(8, rank=1), ranks=2)
+    assert goes_on(job, 2) == undisturbed(job, 2)
+
+
+def test_all_gathered_on_a_rank(job: HfJob) -> None:
+    """Is as exact, and warned of."""
+    full = replace(job, sharded="FULL_STATE_DICT")
+    assert "SHARDED_STATE_DICT does without" in stopped(full, *told(4, rank=1), ranks=2)
+    assert (job.output / "checkpoint-4" / "pytorch_model_fsdp.bin").exists()
+    assert valid(job) == [4]
+    assert goes_on(full, 2) == undisturbed(job, 2)
+
+
+def _by_stock(folder: Path, copy: Path) -> dict[str, Any]:
+    """All shards together, as torch reads them."""
+    dcp_to_torch_save(folder, copy)
+    loaded: dict[str, Any] = torch.load(copy, weights_only=True)
+    return loaded
+
+
+def _assert_same(ours: Any, theirs: Any) -> None:
+    if isinstance(theirs, dict):
+        assert ours.keys() == theirs.keys()
+        for key in theirs:
+            _assert_same(ours[key], theirs[key])
+    elif isinstance(theirs, torch.Tensor):
+        assert torch.equal(ours, theirs)
+    else:
+        assert ours == theirs
+
+
+def _ending(found: dict[str, Any]) -> dict[str, Any]:
+    """Without the steps that were done again."""
+    return {name: what for name, what in found.items() if name.startswith("end")}

@@ -1,0 +1,108 @@
+"""Scripts that have never heard of Reprieve, under `reprieve run`: stopped, run again, and as good as undisturbed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.jobs.hf_jobs import deepspeed_config
+from tests.support.launch_kit import Lab, until
+from tests.support.places import HF_SCRIPTS
+
+COMMANDS = {
+    "with_argparse": ["--epochs", "6"],
+    "with_trl": [],
+    "flat": [],
+    "with_hf_argument_parser": [
+        "--output_dir", "out", "--max_steps", "150", "--per_device_train_batch_size", "4", "--save_steps", "40",
+        "--report_to", "none", "--use_cpu", "True", "--logging_steps", "10", "--dataloader_num_workers", "2",
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Lab:
+    lab = Lab(tmp_path)
+    lab.env |= {
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TRAINING_PROGRESS_FILE": str(tmp_path / "progress.json"),
+        "PROGRESS_UPDATE_FREQUENCY": "1",
+    }
+    return lab
+
+
+def _final(folder: Path) -> dict[str, bytes]:
+    """The weights that the script saved at its end."""
+    found = {path.name: path.read_bytes() for path in (folder / "out" / "final").glob("*.safetensors")}
+    assert found
+    return found
+
+
+LAUNCHERS = {
+    "python": [],
+    "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"],
+    "deepspeed": ["-m", "deepspeed.launcher.runner", "--num_gpus=2", "--no_local_rank"],
+}
+
+
+@pytest.mark.parametrize(
+    ("script", "launcher"),
+    [
+        ("with_argparse", "python"),
+        ("with_trl", "python"),
+        ("flat", "python"),
+        ("with_hf_argument_parser", "torchrun"),
+        pytest.param(
+            "with_hf_argument_parser",
+            "deepspeed",
+            marks=pytest.mark.skipif(
+                shutil.which("g++") is None, reason="DeepSpeed compiles its all-reduce: it needs g++"
+            ),
+        ),
+    ],
+)
+def test_an_unmodified_script(lab: Lab, script: str, launcher: str) -> None:
+    command = [sys.executable, *LAUNCHERS[launcher], str(HF_SCRIPTS / f"{script}.py"), *COMMANDS[script]]
+    if launcher == "deepspeed":
+        lab.env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), lab.env["PATH"]])  # ninja is there
+        (lab.folder / "zero.json").write_text(json.dumps(deepspeed_config(2)))
+        command += ["--deepspeed", str(lab.folder / "zero.json")]
+    plain = lab.folder / "undisturbed"
+    plain.mkdir()
+    subprocess.run(command, cwd=plain, env=lab.env, check=True, capture_output=True, timeout=180)
+    launched = lab.start(command)
+    until(lambda: _steps(lab) > 20, launched)
+    launched.terminate()
+    ended = launched.wait()
+    assert ended.code == 143, str(ended)
+    assert "stopped by SIGTERM: saved at step" in ended.err, str(ended)
+    assert not (lab.folder / "out" / "final").exists()
+    ended = lab.run(command)
+    assert ended.code == 0, str(ended)
+    assert _final(lab.folder) == _final(plain)
+    assert "reprieve" not in (HF_SCRIPTS / f"{script}.py").read_text()
+
+
+def _steps(lab: Lab) -> int:
+    path = lab.folder / "progress.json"
+    return int(json.loads(path.read_text())["step"]) if path.exists() else 0
+
+
+def test_a_rerun_after_the_end_goes_on_with_the_script(lab: Lab) -> None:
+    """Training is finished; the script was preempted in its last part."""
+    command = [sys.executable, str(HF_SCRIPTS / "with_argparse.py"), "--epochs", "1"]
+    assert lab.run(command).code == 0
+    before = _final(lab.folder)
+    for path in (lab.folder / "out" / "final").iterdir():
+        path.unlink()
+    ended = lab.run(command)
+    assert ended.code == 0, str(ended)
+    assert _final(lab.folder) == before
+    assert os.listdir(lab.folder / "out" / "final")

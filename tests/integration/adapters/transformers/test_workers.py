@@ -1,0 +1,68 @@
+"""A stop that reaches all processes of a rank, as torchrun's does: its DataLoader workers stay, and it is saved."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import TrainerCallback
+
+from tests.support.hf_kit import goes_on, stopped, undisturbed
+from tests.support.jobs.hf_jobs import HfJob
+from tests.support.jobs.stop_scenario_jobs import told
+
+
+class SignalsWorkers(TrainerCallback):
+    """At a step of an evaluation. `itself`: and then its own process."""
+
+    def __init__(self, nth: int, *, rank: int, itself: bool) -> None:
+        self._left = nth
+        self._rank = rank
+        self._itself = itself
+
+    def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
+        if int(os.environ.get("RANK", "0")) != self._rank:
+            return
+        self._left -= 1
+        if self._left == 0:
+            for child in multiprocessing.active_children():
+                os.kill(child.pid, signal.SIGTERM)
+            if self._itself:
+                os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.3)
+
+
+def _job(folder: Path, **options: Any) -> HfJob:
+    return HfJob(str(folder / "job"), workers=2).but(per_device_eval_batch_size=2, **options)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [(1, {}), (1, {"dataloader_persistent_workers": True}), (2, {})],
+    ids=["one rank", "persistent workers", "two ranks"],
+)
+def test_in_an_evaluation(tmp_path: Path, ranks: int, options: dict[str, Any]) -> None:
+    job = _job(tmp_path, **options)
+    output = stopped(replace(job, callbacks=(SignalsWorkers(2, rank=ranks - 1, itself=True),)), ranks=ranks)
+    assert "after SIGTERM" in output, "rank 0 names what stopped the other rank"
+    assert goes_on(job, ranks) == undisturbed(job, ranks)
+
+
+def test_after_an_evaluation_whose_workers_stay(tmp_path: Path) -> None:
+    """The second evaluation finds workers, and draws no seed for them: a resumed one must not do so either."""
+    job = _job(tmp_path, dataloader_persistent_workers=True, eval_strategy="steps", eval_steps=4)
+    stopped(job, *told(7))
+    # What persistent workers of an evaluation draw themselves is not restored (docs/run.md): these do.
+    assert goes_on(job)["losses-0.jsonl"] == undisturbed(job)["losses-0.jsonl"]
+
+
+def test_only_the_workers_of_an_evaluation_are_signalled(tmp_path: Path) -> None:
+    """Nobody wants the run to stop: it does not."""
+    job = _job(tmp_path)
+    assert goes_on(replace(job, callbacks=(SignalsWorkers(2, rank=0, itself=False),))) == undisturbed(job)

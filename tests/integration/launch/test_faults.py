@@ -1,0 +1,192 @@
+"""What can go wrong under `reprieve run`: each with its message and its code. docs/launch.md lists them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.launch_kit import Lab, processes_with, until
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Lab:
+    return Lab(tmp_path)
+
+
+def test_a_script_that_ignores_the_signal(lab: Lab) -> None:
+    """Killed at the deadline, not before it and not after."""
+    script = lab.folder / "deaf.py"
+    script.write_text(
+        "import signal, time, pathlib\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "pathlib.Path('ready').touch()\ntime.sleep(60)\n"
+    )
+    launched = lab.start(["deaf.py"], "--grace-period", "2s")
+    until((lab.folder / "ready").exists, launched)
+    told = time.monotonic()
+    launched.terminate()
+    ended = launched.wait()
+    assert 1.5 < time.monotonic() - told < 2.0
+    assert ended.code == 143
+    assert "the grace period is over and the job still runs: it is killed" in ended.err
+    assert "It did not end in time, and was killed" in lab.last_words()
+    assert not processes_with(str(script))
+
+
+def test_a_script_that_hangs(lab: Lab) -> None:
+    """Its stacks first; then it is ended, and started again."""
+    ended = lab.run(lab.python(steps=10, hang_at=5, step_s=0.3, every=2), "--hang-timeout", "2s", "--max-restarts", "1")
+    assert ended.code == 137, str(ended)
+    assert ended.err.count("the job hangs, after step 4") == 2
+    assert ended.err.count("_wait_for_ever") >= 2, "the stacks of the rank"
+    one = lab.only_run()
+    assert (one["state"], one["restarts"], one["attempts"]) == ("hung", 1, 2)
+    assert one["time"]["lost"]["hung"] > 2
+
+
+def test_a_script_that_always_fails_at_one_step(lab: Lab) -> None:
+    ended = lab.run(lab.python(steps=10, crash_at=5, every=3), "--max-restarts", "20")
+    assert ended.code == 1, str(ended)
+    assert ended.err.count("RuntimeError: it always fails at step 5") == 3
+    assert "no progress: 3 attempts in a row ended at step 5 or before" in lab.last_words()
+    one = lab.only_run()
+    assert (one["state"], one["restarts"], one["attempts"]) == ("failed", 2, 3)
+
+
+def test_a_script_that_exits_with_0_before_it_has_finished(lab: Lab) -> None:
+    ended = lab.run(lab.python(steps=10, leave_at=4), "--max-restarts", "3")
+    assert ended.code == 1, str(ended)
+    assert "the script ended with 0 at step 4, and its training is not finished" in lab.last_words()
+    assert lab.only_run()["restarts"] == 0
+
+
+@pytest.mark.parametrize(("ranks", "code"), [(1, 137), (2, 1)])
+def test_a_rank_that_is_killed(lab: Lab, ranks: int, code: int) -> None:
+    """What torchrun says is its own; and the next start goes on from the last checkpoint."""
+    options = {"steps": 12, "kill_at": 8, "every": 3, "step_s": 0.3}
+    command = lab.python(**options) if ranks == 1 else lab.torchrun(ranks, **options)
+    ended = lab.run(command)
+    assert ended.code == code, str(ended)
+    assert re.search("at step [78]$", lab.last_words())
+    assert not processes_with(str(lab.job))
+    options.pop("kill_at")
+    again = lab.run(lab.python(**options) if ranks == 1 else lab.torchrun(ranks, **options))
+    assert again.code == 0, str(again)
+    assert lab.steps() == 12
+
+
+def test_a_command_that_does_not_exist(lab: Lab) -> None:
+    ended = lab.run(["trian", "x"])
+    assert ended.code == 127 and "trian: no such command" in ended.err
+    ended = lab.run(["train.py"])
+    assert ended.code == 127 and "train.py does not exist" in ended.err
+    (lab.folder / "data.txt").touch()
+    ended = lab.run(["./data.txt"])
+    assert ended.code == 126 and "cannot be executed" in ended.err
+    assert lab.run([]).code == 2
+
+
+def test_words_arrive_as_they_were_typed(lab: Lab) -> None:
+    folder = lab.folder / "with space"
+    folder.mkdir()
+    (folder / "train.py").write_text("import json, sys\nprint(json.dumps(sys.argv))\n")
+    words = ["a b", "it's", '"quoted"', "größe 数", "--keep", "5", "", "$HOME", "*"]
+    ended = lab.run(["with space/train.py", *words], "--keep", "2")
+    assert ended.code == 0, str(ended)
+    assert json.loads(ended.out) == ["with space/train.py", *words]
+
+
+def test_stdout_that_nobody_reads(lab: Lab) -> None:
+    """Closed from the start, or after a while: the script does not notice, and the log has it all."""
+    script = lab.folder / "talk.py"
+    script.write_text("import sys\nfor n in range(20_000): print(n)\nprint('done', file=sys.stderr)\n")
+    read, write = os.pipe()
+    os.close(read)
+    for popen in ({"stdout": write}, {"preexec_fn": lambda: os.close(1), "stdout": None}):
+        ended = lab.run(["talk.py"], **popen)
+        assert ended.code == 0 and "done" in ended.err, str(ended)
+        name = lab.only_run()["name"]
+        kept = lab.reprieve("logs", name).out.split()
+        assert sorted(kept[-20_001:]) == sorted(["done", *map(str, range(20_000))])
+    os.close(write)
+
+
+def test_a_full_disk_for_the_run_record(lab: Lab, tmp_path: Path) -> None:
+    """It is said once, and training goes on and finishes."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting needs root")
+    small = tmp_path / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(small)], check=True)
+    try:
+        (small / "filler").write_bytes(bytes(60 * 1024))
+        lab.env["REPRIEVE_STATE_DIR"] = str(small)
+        ended = lab.run(lab.python(steps=5))
+    finally:
+        subprocess.run(["umount", "-l", str(small)], check=True)
+    assert ended.code == 0, str(ended)
+    assert ended.err.count("the run record cannot be written: No space left on device") == 1
+    assert lab.steps() == 5
+
+
+def test_a_script_that_is_not_protected_is_told_so_once(lab: Lab) -> None:
+    ended = lab.run(lab.python(steps=3, safe=False))
+    assert ended.code == 0, str(ended)
+    assert ended.err.count("this script is not protected") == 1 and "docs/run.md" in ended.err
+    assert "not protected" not in lab.run(["true"]).err
+    assert "not protected" not in lab.run(lab.python(steps=3)).err
+
+
+def test_a_setting_that_is_wrong(lab: Lab) -> None:
+    for words in (["--every", "foo"], ["--max-restarts", "many"], ["--grace-period", "soon"], ["--name", "../x"]):
+        ended = lab.run(["true"], *words)
+        assert ended.code == 42 and words[1] in ended.err, str(ended)
+    lab.env["CHECKPOINT_STRATEGY"] = "weekly"
+    ended = lab.run(["true"])
+    assert ended.code == 42 and "CHECKPOINT_STRATEGY" in ended.err, str(ended)
+
+
+def test_told_to_stop_between_two_attempts(lab: Lab) -> None:
+    launched = lab.start([sys.executable, "-c", "raise SystemExit(3)"], "--max-restarts", "9")
+    until(lambda: any(one["state"] == "waiting to restart" and one["restarts"] >= 2 for one in lab.status()), launched)
+    launched.terminate()
+    ended = launched.wait(10)
+    assert ended.code == 143 and "between two attempts" in ended.err, str(ended)
+
+
+def test_nothing_outlives_the_command(lab: Lab) -> None:
+    """Not what it has left behind, not even what ignores to be asked."""
+    marker = f"marker-{os.getpid()}"
+    left = f"import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600) # {marker}"
+    command = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {left!r}]); time.sleep(0.5)"
+    ended = lab.run([sys.executable, "-c", command])
+    assert ended.code == 0, str(ended)
+    assert not processes_with(marker)
+
+
+def test_other_signals_go_to_the_command(lab: Lab) -> None:
+    script = lab.folder / "listen.py"
+    script.write_text(
+        "import signal, sys, time, pathlib\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(9))\npathlib.Path('ready').touch()\ntime.sleep(60)\n"
+    )
+    launched = lab.start(["listen.py"])
+    until((lab.folder / "ready").exists, launched)
+    os.kill(launched.pid, signal.SIGUSR1)
+    assert launched.wait().code == 9
+
+
+def test_the_launcher_does_not_import_torch() -> None:
+    code = (
+        "import sys; from reprieve.cli import execute\n"
+        "code = execute(['run', 'true']); assert code == 0; print('torch' in sys.modules, 'rich' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["False", "False"], done.stderr

@@ -1,0 +1,103 @@
+"""What tests of Hugging Face's trainers do with a job: stop it, go on with it, hold it against an undisturbed one."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from reprieve.checkpoint.buffers.block_pool import BlockPool
+from reprieve.checkpoint.folder.catalog import list_checkpoints
+from reprieve.checkpoint.folder.verify import verify
+from reprieve.testing import Fault, Result, run_ranks
+from tests.support.hf_trainers import WITHOUT_TRL
+from tests.support.jobs.hf_jobs import PRELOAD, PRELOAD_TRL, HfJob, seen, train
+
+_ENV = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "REPRIEVE_GRACE": "40s"}
+_FOR_A_PERSON = ("StateMismatch", "ConfigError", "NoValidCheckpoint")
+"""A script that ends with one of these ends with 42."""
+
+_undisturbed: dict[str, dict[str, Any]] = {}
+
+
+def attempt(
+    job: HfJob,
+    *faults: Fault,
+    ranks: int = 1,
+    fn: Callable[..., None] = train,
+    args: tuple[Any, ...] = (),
+    modules: Sequence[str] = (),
+    **env: str,
+) -> list[Result]:
+    return run_ranks(
+        ranks, fn, job, *args, faults=faults, env={**_ENV, **env}, timeout="120s",
+        backend="gloo" if ranks > 1 or job.zero is not None else None,
+        modules=modules or (PRELOAD if job.trainer in WITHOUT_TRL else PRELOAD_TRL),
+    )  # fmt: skip
+
+
+def stopped(job: HfJob, *faults: Fault, ranks: int = 1) -> str:
+    """What rank 0 says."""
+    results = attempt(job, *faults, ranks=ranks)
+    for result in results:
+        assert result.exit_code == 143, str(result)
+    return results[0].output
+
+
+def ends(job: HfJob, ranks: int = 1) -> str:
+    """What rank 0 says."""
+    results = attempt(job, ranks=ranks)
+    for result in results:
+        assert result.ok, str(result)
+    return results[0].output
+
+
+def refused(job: HfJob, *words: str, ranks: int = 1) -> None:
+    """With these words; and no checkpoint is touched."""
+    before = {path: path.stat().st_mtime_ns for path in job.output.glob("checkpoint-*/*")}
+    for result in attempt(job, ranks=ranks):
+        assert result.error is not None, str(result)
+        assert result.error.type in _FOR_A_PERSON, str(result)
+        for word in words:
+            assert word in result.error.message, str(result)
+    assert {path: path.stat().st_mtime_ns for path in job.output.glob("checkpoint-*/*")} == before
+
+
+def goes_on(job: HfJob, ranks: int = 1) -> dict[str, Any]:
+    """To its end: what all attempts together have seen."""
+    ends(job, ranks)
+    return seen(job.folder)
+
+
+def after(job: HfJob, step: int) -> dict[str, Any]:
+    """What the last attempt has seen, which went on from this step to the 12th, and its weights."""
+    found = seen(job.folder)
+    for name, lines in found.items():
+        if name.startswith("losses"):
+            found[name] = [loss for at, loss, _ in lines[-(12 - step) :] if at >= step]
+    return {name: what["weights"] if name.startswith("end") else what for name, what in found.items()}
+
+
+def undisturbed(job: HfJob, ranks: int = 1) -> dict[str, Any]:
+    """The same without Reprieve; each once."""
+    plain = replace(job, folder="", safe=False, options=())
+    key = repr((plain, ranks))
+    if key not in _undisturbed:
+        with tempfile.TemporaryDirectory() as folder:
+            _undisturbed[key] = goes_on(replace(plain, folder=folder), ranks)
+    return _undisturbed[key]
+
+
+def checkpoints(job: HfJob) -> list[str]:
+    return sorted(path.name for path in Path(job.output).glob("checkpoint-*"))
+
+
+def valid(job: HfJob) -> list[int]:
+    """The steps of all checkpoints, newest first; every byte of them is right."""
+    found = list_checkpoints(job.output)
+    for one in found:
+        assert verify(one.path, BlockPool()).manifest is not None
+    assert len(found) == len(checkpoints(job))
+    return [one.step for one in found]

@@ -1,0 +1,46 @@
+"""A script that is stopped before it trains: `python early_job.py FOLDER MOMENT`. It writes its process id
+when it is there.
+
+- import: an import that takes long
+- ready: the hook on transformers.trainer has installed our handler, and nobody listens yet
+- run: a `reprieve.Run` exists, and no step was trained
+- crash: the same, and the last rank fails
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+folder, moment = Path(sys.argv[1]), sys.argv[2]
+rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def wait_here() -> None:
+    note = folder / f"new-{rank}"
+    note.write_text(f"{os.getpid()}")
+    note.rename(folder / f"pid-{rank}")
+    time.sleep(60)
+
+
+if moment == "import":
+    (folder / f"slow_{rank}.py").write_text("import __main__\n__main__.wait_here()\n")
+    sys.path.insert(0, str(folder))
+    __import__(f"slow_{rank}")
+elif moment == "ready":
+    from reprieve.preemption.signals import signal_watch
+
+    signal_watch.install([signal.SIGTERM])
+    wait_here()
+elif moment in ("run", "crash"):
+    import torch
+
+    import reprieve
+
+    run = reprieve.Run(folder / "checkpoints", model=torch.nn.Linear(2, 2), exit_wait="1s", notices="off")
+    if moment == "crash" and rank == ranks - 1:
+        raise RuntimeError("this rank fails")
+    wait_here()

@@ -1,0 +1,171 @@
+"""`reprieve run` and its sister commands as real processes, over the script in launch_job.py."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from reprieve.launch.process import descendants
+from tests.support.places import JOBS
+
+JOB = str(JOBS / "launch_job.py")
+REPRIEVE = [sys.executable, "-m", "reprieve"]
+LIMIT_S = 120
+_launched: list[subprocess.Popen[str]] = []
+
+
+class Lab:
+    """A folder for a job, and a state folder for the runs of one test."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.job = folder / "job"
+        self.job.mkdir()
+        self.env = {
+            **{name: value for name, value in os.environ.items() if not name.startswith(("REPRIEVE", "CHECKPOINT"))},
+            "REPRIEVE_STATE_DIR": str(folder / "state"),
+            "REPRIEVE_TERMINATION_LOG": str(folder / "last-words"),
+            "OMP_NUM_THREADS": "1",
+        }
+        (folder / "last-words").touch()
+
+    def options(self, **options: Any) -> str:
+        return json.dumps({"folder": str(self.job), **options})
+
+    def python(self, **options: Any) -> list[str]:
+        return [sys.executable, JOB, self.options(**options)]
+
+    def torchrun(self, ranks: int, *words: str, **options: Any) -> list[str]:
+        head = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            f"--nproc-per-node={ranks}",
+            *(words or ("--standalone",)),
+        ]
+        return [*head, JOB, self.options(**options)]
+
+    def start(self, command: Sequence[str], *before: str, **popen: Any) -> Launched:
+        """`reprieve run BEFORE… COMMAND…`."""
+        return Launched(self, [*REPRIEVE, "run", *before, *command], **popen)
+
+    def run(self, command: Sequence[str], *before: str, **popen: Any) -> Ended:
+        return self.start(command, *before, **popen).wait()
+
+    def reprieve(self, *words: str, code: int | None = 0) -> Ended:
+        ended = Launched(self, [*REPRIEVE, *words]).wait()
+        assert code is None or ended.code == code, str(ended)
+        return ended
+
+    def status(self, name: str | None = None) -> Any:
+        """As `reprieve status --json` says."""
+        return json.loads(self.reprieve("status", *([name] if name else []), "--json").out)
+
+    def only_run(self) -> dict[str, Any]:
+        [one] = self.status()
+        return dict(one)
+
+    def seen(self, rank: int = 0) -> list[Any]:
+        """What a rank has seen; what was done again counts once, and has to be the same."""
+        path = self.job / f"seen-{rank}.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        found: dict[int, Any] = {}
+        for step, loss in lines:
+            assert found.setdefault(step, loss) == loss, f"step {step} was done again, and differently"
+        return [[step, found[step]] for step in sorted(found)]
+
+    def steps(self, rank: int = 0) -> int:
+        return len(self.seen(rank))
+
+    def last_words(self) -> str:
+        """Of the launcher; they may stand beside what a rank told of its progress."""
+        found = (self.folder / "last-words").read_text()
+        return str(json.loads(found)["message"]) if found.startswith("{") else found
+
+
+class Ended:
+    """How a command ended."""
+
+    def __init__(self, code: int, out: str, err: str, seconds: float) -> None:
+        self.code = code
+        self.out = out
+        self.err = err
+        self.seconds = seconds
+
+    def __str__(self) -> str:
+        return f"exit code {self.code} after {self.seconds:.1f} s\n--- stdout\n{self.out}\n--- stderr\n{self.err}"
+
+
+class Launched:
+    """One that runs."""
+
+    def __init__(self, lab: Lab, words: Sequence[str], **popen: Any) -> None:
+        self._began = time.monotonic()
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": lab.env, "cwd": lab.folder, **popen}
+        self.process = subprocess.Popen(list(words), text=True, start_new_session=True, **options)
+        _launched.append(self.process)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def terminate(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+
+    def wait(self, limit_s: float = LIMIT_S) -> Ended:
+        try:
+            out, err = self.process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            out, err = self.process.communicate()
+            raise AssertionError(f"still running after {limit_s} s\n{out}\n{err}") from None
+        return Ended(self.process.returncode, out or "", err or "", time.monotonic() - self._began)
+
+
+def until(true: Callable[[], object], launched: Launched | None = None, limit_s: float = 60) -> None:
+    end = time.monotonic() + limit_s
+    while not true():
+        if launched is not None and launched.process.poll() is not None:
+            raise AssertionError(f"it has ended\n{launched.wait()}")
+        assert time.monotonic() < end, "it does not come to that"
+        time.sleep(0.02)
+
+
+def end_what_still_runs() -> None:
+    """Kill every command that a test has started and not waited for, with all its descendants."""
+    while _launched:
+        process = _launched.pop()
+        if process.poll() is None:
+            for pid in descendants(process.pid) | {process.pid}:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.communicate()
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def processes_with(text: str) -> list[int]:
+    """Whose command line has it in it."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                words = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if text.encode() in words and alive(int(entry.name)):
+                found.append(int(entry.name))
+    return found

@@ -1,0 +1,232 @@
+"""A pass that goes on in batches of another size: each sample of it comes once; and what cannot be dealt out so."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from accelerate.data_loader import IterableDatasetShard
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from reprieve.data.redistribution import SampleRedistribution
+from reprieve.data.resumable_loader import ResumableLoader
+from reprieve.rng import capture_rng, restore_rng
+from tests.support.data_kit import Plain, Unaware, seed
+
+KNOWN = {"consumed": 3, "read": 3, "size": 4}
+SAMPLES = 24
+
+
+class Shuffled(IterableDataset[int]):
+    """At its start, by the global generator. Cannot tell where it is."""
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(SAMPLES))
+        random.shuffle(order)
+        yield from order
+
+
+class Uneven(IterableDataset[int]):
+    """Parts of 18 and 6 samples, for two workers."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        parts = [range(18), range(18, SAMPLES)] if info is not None and info.num_workers == 2 else [range(SAMPLES)]
+        yield from parts[info.id if info is not None else 0]
+
+
+class Indices(Plain):
+    def __init__(self) -> None:
+        super().__init__(SAMPLES)
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Growing(BatchSampler):
+    """Its batches have no one size."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from ([0], [1, 2], [3, 4, 5])
+
+
+class Repeating(SequentialSampler):
+    """As TRL's, by its attribute."""
+
+    mini_repeat_count = 2
+
+
+def _known(loader: Any, **more: Any) -> dict[str, Any] | None:
+    return ResumableLoader(loader).deal_again({**KNOWN, **more}, 1)
+
+
+class Run:
+    """Passes, in batches of another size after a stop, and stopped once more."""
+
+    def __init__(self, make: Callable[[int], Any]) -> None:
+        self._make = make
+        self._saved: tuple[Any, Any, Any] | None = None
+
+    def go_on(self, size: int, counts: Sequence[int | None], *, anew: bool = False) -> list[list[int]]:
+        """Passes of so many batches; None: to the end. What the first is depends on what was before."""
+        seed(1 if self._saved is None else 7)
+        source = ResumableLoader(self._make(size))
+        position, rng = None, capture_rng({})
+        if self._saved is not None:
+            position, state, rng = self._saved
+            source.restore({name: value for name, value in state.items() if name != "workers"} if anew else state)
+            if anew:
+                position = source.deal_again(position, 1)
+                assert position is not None
+        seen = []
+        for count in counts:
+            one = source.start(position, enter=partial(restore_rng, rng, {}))
+            seen.append(_take(one, count))
+            position, rng = one.state(), capture_rng({})
+            self._saved = position, source.state(), rng
+            if count is None:
+                position = None
+        source.end_workers()
+        return seen
+
+
+def _take(one: Any, count: int | None) -> list[int]:
+    found: list[int] = []
+    for number, batch in enumerate(one, 1):
+        found += batch.tolist()
+        one.mark()
+        if number == count:
+            break
+    return found
+
+
+LOADERS: dict[str, Callable[[int], Any]] = {
+    "shuffled": lambda size: DataLoader(Indices(), size, shuffle=True),
+    "with a generator": lambda size: DataLoader(Indices(), size, sampler=RandomSampler(Indices(), generator=_seeded())),
+    "weighted": lambda size: DataLoader(
+        Indices(), size, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES, replacement=False)
+    ),
+    "workers": lambda size: DataLoader(Indices(), size, shuffle=True, num_workers=2),
+    "persistent workers": lambda size: DataLoader(
+        Indices(), size, shuffle=True, num_workers=2, persistent_workers=True
+    ),
+    "a stream": lambda size: DataLoader(Shuffled(), size),
+    "a shard of one": lambda size: DataLoader(IterableDatasetShard(Shuffled(), size, num_processes=1), size),
+    "uneven parts": lambda size: DataLoader(Uneven(), size, num_workers=2),
+    "uneven parts, persistent workers": lambda size: DataLoader(Uneven(), size, num_workers=2, persistent_workers=True),
+}
+
+
+def _seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+@pytest.mark.parametrize("earlier", [0, 1])
+@pytest.mark.parametrize("name", LOADERS)
+def test_each_sample_comes_once(name: str, earlier: int) -> None:
+    """Also in the second epoch, in the one after it, and after one more stop."""
+    parts, again = Run(LOADERS[name]), Run(LOADERS[name])
+    whole = [None] * earlier
+    first = parts.go_on(4, [*whole, 4])[-1]
+    assert again.go_on(4, [*whole, 4])[-1] == first
+    second, third = parts.go_on(3, [None, None], anew=True)
+    if name == "a shard of one":
+        assert second.pop() == second[0], "it fills the last batch up"
+    assert sorted(first + second) == list(range(SAMPLES))
+    assert sorted(third) == list(range(SAMPLES))
+    one = again.go_on(3, [1], anew=True)[-1]
+    rest = again.go_on(3, [None])[-1]
+    assert (one + rest)[: len(second)] == second, "after the stop as without it"
+
+
+def test_other_workers_after_it() -> None:
+    """Nobody knows their parts; nothing breaks."""
+    one = Run(lambda size: DataLoader(Uneven(), size, num_workers=0 if size == 4 else 2))
+    run = Run(lambda size: DataLoader(Uneven(), size))
+    run.go_on(4, [2])
+    run.go_on(3, [1], anew=True)
+    one._saved = run._saved
+    assert set(one.go_on(3, [None])[-1]) <= set(range(SAMPLES))
+
+
+def test_whole_rounds_only() -> None:
+    """24 samples less 12 are 4 batches of 3; three ranks take one each."""
+    loader, position = DataLoader(Indices(), 3), {"dealt": {"samples": 12, "at": 1}}
+    assert SampleRedistribution(loader, 3, drop_last=True).length(position) == 1 + 1
+    assert SampleRedistribution(loader, 3, drop_last=False).length(position) == 1 + 2
+
+
+def test_nothing_was_done() -> None:
+    position = {"consumed": 0, "start": {}, "read": 0, "size": 4}
+    assert ResumableLoader(DataLoader(Plain(), 5)).deal_again(position, 1) == {"consumed": 0, "start": {}}
+
+
+def test_a_plain_loader() -> None:
+    loader = DataLoader(Plain(23), 5)
+    position = _known(loader)
+    assert position == {"consumed": 2, "dealt": {"samples": 12, "at": 2}}
+    source = ResumableLoader(loader)
+    assert source.length(position) == 2 + 3
+    one = source.start(position)
+    first = next(one)
+    one.mark()
+    assert first["index"].tolist() == [12, 13, 14, 15, 16]
+    assert [batch["index"].tolist() for batch in ResumableLoader(loader).start(one.state())] == [
+        [17, 18, 19, 20, 21],
+        [22],
+    ]
+
+
+def test_dealt_out_again_before_anything_was_given_out() -> None:
+    position = _known(DataLoader(Plain(23), 5))
+    assert position is not None
+    source = ResumableLoader(DataLoader(Plain(23), 3))
+    assert source.deal_again(source.start(position).state(), 1) == {"consumed": 4, "dealt": {"samples": 12, "at": 4}}
+
+
+def test_the_number_of_batches_is_a_multiple() -> None:
+    position = ResumableLoader(DataLoader(Plain(23), 2)).deal_again(KNOWN, 4)
+    assert position == {"consumed": 4, "dealt": {"samples": 12, "at": 4}}
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        DataLoader(Plain(), batch_sampler=Growing(SequentialSampler(Plain()), 2, drop_last=False)),
+        DataLoader(Plain(), 2, sampler=Repeating(Plain())),
+        DataLoader(Plain(), batch_size=None),
+        [[1], [2]],
+    ],
+    ids=["a batch sampler of its own", "what belongs together", "no batches", "no loader"],
+)
+def test_a_loader_that_nobody_knows(loader: Any) -> None:
+    assert _known(loader) is None
+
+
+def test_a_position_that_does_not_say_how_much_it_is() -> None:
+    assert ResumableLoader(DataLoader(Plain(), 2)).deal_again({"consumed": 3}, 1) is None
+
+
+def test_a_stream_with_other_workers() -> None:
+    """They read other parts of it."""
+    loader = DataLoader(Unaware(), 2, num_workers=2)
+    assert _known(loader, apart=1, given=[2, 1]) is not None
+    assert _known(loader, apart=1, given=[3]) is None
+    assert _known(loader, apart=1, given=[2, 1], dealt={"samples": 3, "at": 0}) is not None
+    assert _known(loader, apart=1, given=[2, 1], dealt={"samples": 3, "parts": [3], "at": 0}) is None
+
+
+def test_a_stream_of_which_each_rank_read_its_own_part() -> None:
+    assert _known(DataLoader(Unaware(), 2), apart=2, given=[]) is None

@@ -1,0 +1,258 @@
+"""Workers of a DataLoader as processes: signals, their end, what they cost."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from reprieve.data import worker_signals
+from reprieve.data.resumable_loader import ResumableLoader
+from tests.support.data_kit import Augmented, Plain, RandomCollator, bare, same, through
+from tests.support.places import ROOT
+
+
+@pytest.fixture
+def shielded() -> Iterator[None]:
+    signals = [signal.SIGTERM, signal.SIGUSR1]
+    worker_signals.shield(signals)
+    yield
+    worker_signals.unshield(signals)
+
+
+class Telling(Plain):
+    def __getitem__(self, index: int) -> Any:
+        return os.getpid()
+
+
+class Stuck(Plain):
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(60)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
+@pytest.mark.parametrize(
+    ("kind", "context", "persistent"),
+    [
+        ("ours", "fork", False),
+        ("the script's", "fork", True),
+        ("the script's", "spawn", False),
+        ("the script's", "forkserver", True),
+        ("torchdata's", "fork", False),
+        ("torchdata's", "forkserver", False),
+    ],
+)
+def test_workers_of_any_loader_survive_what_stops_a_run(kind: str, context: str, persistent: bool) -> None:
+    """Signalled before they are ready, too: spawned ones take a second to import torch."""
+    if kind == "torchdata's":
+        from torchdata.stateful_dataloader import StatefulDataLoader as Loader
+    else:
+        Loader = DataLoader
+    signals = [signal.SIGTERM, signal.SIGUSR1]
+    worker_signals.shield(signals)
+    try:
+        loader = Loader(
+            Telling(), batch_size=1, num_workers=2, multiprocessing_context=context, persistent_workers=persistent
+        )
+        source = ResumableLoader(loader)
+        batches = source.start() if kind == "ours" else iter(loader)
+        if kind != "ours":
+            workers = batches._workers
+            for worker in workers:
+                _signal(worker.pid, signals)
+        pids = {int(next(batches)), int(next(batches))}
+        assert len(pids) == 2
+        for pid in pids:
+            _signal(pid, signals)
+        assert {int(batch) for batch in batches} == pids
+    finally:
+        worker_signals.unshield(signals)
+        source.end_workers()
+
+
+def _signal(pid: int, signals: list[signal.Signals]) -> None:
+    for number in signals:
+        os.kill(pid, number)
+
+
+def test_workers_are_as_always_where_no_run_is_protected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_signals, "_signals", Counter())  # of other tests in this process
+    batches = iter(DataLoader(Telling(), batch_size=1, num_workers=1))
+    os.kill(int(next(batches)), signal.SIGTERM)
+    with pytest.raises((RuntimeError, ConnectionError, EOFError)):  # wherever it was when it died
+        list(batches)
+
+
+def test_other_processes_of_a_fork_server_can_be_terminated(shielded: None) -> None:
+    list(DataLoader(Plain(), num_workers=1, multiprocessing_context="forkserver"))
+    process = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(60,))
+    process.start()
+    process.terminate()
+    process.join(20)
+    assert process.exitcode == -signal.SIGTERM
+
+
+def test_workers_survive_it_while_they_start() -> None:
+    """A signal to the whole process group may come before a worker is ready."""
+    script = """
+        import os, signal, sys, threading, time
+        from torch.utils.data import DataLoader
+        from test_data_workers import Telling
+        from reprieve.data import worker_signals
+        from reprieve.data.resumable_loader import ResumableLoader
+        worker_signals.shield([signal.SIGTERM])
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        over = threading.Event()
+        def shower():
+            while not over.is_set():
+                os.killpg(0, signal.SIGTERM)
+                time.sleep(0.001)
+        threading.Thread(target=shower, daemon=True).start()
+        source = ResumableLoader(DataLoader(Telling(), batch_size=1, num_workers=2))
+        assert len(list(source.start())) == 23
+        over.set()
+        print("done")
+    """
+    assert _run(script).stdout == "done\n"
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_stuck_workers_are_ended(persistent: bool, shielded: None) -> None:
+    loader = DataLoader(Stuck(), num_workers=2, persistent_workers=persistent, timeout=0.2)
+    source = ResumableLoader(loader)
+    one = source.start()
+    with pytest.raises(RuntimeError, match="timed out"):
+        next(one)
+    workers = multiprocessing.active_children()
+    assert len(workers) == 2
+    began = time.monotonic()
+    source.end_workers()
+    assert time.monotonic() - began < 10
+    assert [worker.exitcode for worker in workers] == [-signal.SIGKILL, -signal.SIGKILL]
+
+
+def test_idle_workers_end_when_asked(shielded: None) -> None:
+    source = ResumableLoader(DataLoader(Plain(), num_workers=2, persistent_workers=True))
+    list(source.start())
+    workers = multiprocessing.active_children()
+    source.end_workers()
+    assert [worker.exitcode for worker in workers] == [0, 0], "none had to be killed"
+
+
+@pytest.mark.parametrize("dataset", ["Stuck", "Plain"])
+def test_a_program_ends_though_its_workers_ignore_sigterm(dataset: str) -> None:
+    script = f"""
+        import signal, sys
+        from torch.utils.data import DataLoader
+        from test_data_workers import Plain, Stuck
+        from reprieve.data import worker_signals
+        from reprieve.data.resumable_loader import ResumableLoader
+        worker_signals.shield([signal.SIGTERM])
+        source = ResumableLoader(DataLoader({dataset}(), num_workers=2, persistent_workers=True))
+        one = source.start()
+        def stop(*_): raise SystemExit(7)
+        signal.signal(signal.SIGALRM, stop)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        while True:
+            for batch in source.start(): pass
+    """
+    began = time.monotonic()
+    assert "DataLoader worker" not in _run(script, code=7).stderr
+    assert time.monotonic() - began < 15
+
+
+def _run(script: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+        start_new_session=True,
+    )
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def _init(worker: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    assert isinstance(info.dataset, Augmented)
+    info.dataset.size = 23
+    torch.rand(())
+
+
+def test_the_users_init_and_spawned_workers() -> None:
+    contexts = iter(["fork", "fork", "spawn"])  # spawned ones take seconds: only those that go on
+
+    def make() -> Any:
+        return DataLoader(
+            Augmented(),
+            batch_size=4,
+            shuffle=True,
+            num_workers=2,
+            worker_init_fn=_init,
+            collate_fn=RandomCollator(),
+            multiprocessing_context=next(contexts),
+        )
+
+    expected = bare(make, epochs=1)
+    assert same(through(make, [(0, 3)], epochs=1), expected)
+
+
+def test_the_users_loader_stays_as_it_is() -> None:
+    loader = DataLoader(Plain(), batch_size=4, shuffle=True, num_workers=2, persistent_workers=True)
+    before = dict(vars(loader))
+    source = ResumableLoader(loader)
+    for _ in source.start({"consumed": 1}):
+        pass
+    source.end_workers()
+    assert vars(loader) == before
+
+
+def test_what_it_costs() -> None:
+    """A mark is a microsecond; loose, because other things run on this machine."""
+    source = ResumableLoader(DataLoader(Augmented(2000), batch_size=2, num_workers=1, collate_fn=RandomCollator()))
+    one = source.start()
+    next(one)
+    began = time.perf_counter()
+    for _ in range(10_000):
+        one.mark()
+    assert (time.perf_counter() - began) / 10_000 < 10e-6
+    source.end_workers()
+
+
+def test_a_deterministic_dataset_ships_nothing() -> None:
+    source = ResumableLoader(DataLoader(Plain(), batch_size=4, num_workers=2))
+    one = source.start()
+    for _ in range(3):
+        next(one)
+    one.mark()
+    assert one.state()["workers"] == [{}, {}]
+    source.end_workers()
+
+
+def test_order_without_order(caplog: pytest.LogCaptureFixture) -> None:
+    ResumableLoader(DataLoader(Plain(), num_workers=2, in_order=False))
+    assert "in_order=False" in caplog.text
+
+
+def test_batches_are_pinned_as_in_stock() -> None:
+    class Pinnable:
+        def pin_memory(self) -> str:
+            return "pinned"
+
+    pinned = pin_memory(([Pinnable(), 3], 1, b"rng", None), "cuda")
+    assert list(pinned) == [["pinned", 3], 1, b"rng", None]

@@ -1,0 +1,101 @@
+"""The termination log: what is left of a container that is gone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reprieve.launch.messages import exit_message
+from reprieve.progress.formats import progress_json
+from reprieve.progress.sinks import termination_log
+from reprieve.progress.sinks.termination_log import LONGEST, TerminationSink
+from reprieve.progress.snapshot import Checkpoints
+from tests.support.progress_kit import ODD_NAME, progress, strict_json
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    one = tmp_path / "termination-log"
+    one.touch()
+    return one
+
+
+def test_nothing_is_written_while_it_trains(log: Path) -> None:
+    TerminationSink(log).update(progress())
+    assert log.read_text() == ""
+
+
+def test_after_a_stop_it_is_written_before_the_end(log: Path) -> None:
+    stopped = progress(state="stopped", reason="SIGTERM", saved=True)
+    TerminationSink(log).update(stopped)
+    told = strict_json(log.read_text())
+    assert (told["state"], told["saved"], told["progressPercentage"]) == ("stopped", True, 50)
+
+
+def test_it_is_written_in_place(log: Path) -> None:
+    """It is mounted into the container: a file that is renamed over it would be another one."""
+    with log.open() as mounted:
+        TerminationSink(log).close(progress())
+        assert strict_json(mounted.read())["currentStep"] == 150
+
+
+def test_it_is_not_made(tmp_path: Path) -> None:
+    TerminationSink(tmp_path / "none").close(progress(state="finished"))
+    assert not (tmp_path / "none").exists()
+
+
+MANY = {f"metric {number}": float(number) for number in range(500)}
+TOO_MUCH = {
+    "metrics": {"train": MANY},
+    "all metrics": {"train": MANY, "evaluation": MANY},
+    "one long name": {"train": {"x" * 10_000: 1.0, "loss": 0.5}},
+    "a long reason": {"reason": "🚀" * 5_000},
+    "a long path": {"checkpoints": Checkpoints(latest="/ü" * 5_000)},
+    "all of it": {
+        "train": MANY, "evaluation": MANY, "reason": ODD_NAME * 999, "checkpoints": Checkpoints(latest="x" * 9_999),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("much", TOO_MUCH.values(), ids=TOO_MUCH.keys())
+def test_it_is_never_too_long_and_always_json(log: Path, much: dict[str, Any]) -> None:
+    TerminationSink(log).close(progress(state="failed", **much))
+    assert 500 < log.stat().st_size <= LONGEST
+    told = strict_json(log.read_text())
+    assert (told["currentStep"], told["progressPercentage"], told["state"]) == (150, 50, "failed")
+
+
+def test_what_fits_is_told(log: Path) -> None:
+    TerminationSink(log).close(progress(state="finished"))
+    assert strict_json(log.read_text()) == progress_json.for_http(progress(state="finished"))
+
+
+def test_the_launcher_leaves_progress_where_it_is(
+    log: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("REPRIEVE_TERMINATION_LOG", str(log))
+    TerminationSink(log).close(progress(state="stopped", reason="SIGTERM", train=MANY))
+    exit_message("stopped by SIGTERM: saved at step 150")
+    told = strict_json(log.read_text())
+    assert (told["message"], told["progressPercentage"]) == ("stopped by SIGTERM: saved at step 150", 50)
+    assert log.stat().st_size <= LONGEST
+    assert capfd.readouterr().err == "reprieve: stopped by SIGTERM: saved at step 150\n"
+
+
+@pytest.mark.parametrize("before", ["", "Traceback (most recent call last):", "[1]", '{"a": 1}', "\udcff\udcfe"])
+def test_the_launcher_replaces_anything_else(log: Path, before: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REPRIEVE_TERMINATION_LOG", str(log))
+    log.write_bytes(before.encode(errors="surrogateescape"))
+    exit_message("finished after 150 steps")
+    assert log.read_text() == "finished after 150 steps"
+
+
+def test_a_very_long_last_word_is_cut(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REPRIEVE_TERMINATION_LOG", str(log))
+    TerminationSink(log).close(progress(state="failed", reason="y" * 3_000))
+    exit_message("x" * 9_999)
+    assert log.stat().st_size <= LONGEST
+    assert strict_json(log.read_text())["message"].startswith("xxx")
+    assert termination_log.path() == log

@@ -1,0 +1,200 @@
+"""What is counted of a run: by the training thread, for any other."""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from reprieve.progress.snapshot import EVALUATING, SAVING, Checkpoints
+from reprieve.progress.tracker import Tracker
+from tests.support.helpers import FakeClock
+
+
+@pytest.fixture
+def tracker(clock: FakeClock) -> Tracker:
+    return Tracker(clock=clock, total_steps=100, total_epochs=2, resumed_from=10, restarts=3)
+
+
+def test_before_anything_happened(tracker: Tracker, clock: FakeClock) -> None:
+    told = tracker.snapshot()
+    assert (told.state, told.step, told.resumed_from, told.restarts) == ("starting", 10, 10, 3)
+    assert (told.loss, told.epoch, told.samples_per_s, told.eta_s) == (None, None, None, None)
+    assert (told.percent, told.at) == (10.0, clock.now)
+    assert told.checkpoints == Checkpoints()
+    assert not told.ended
+
+
+@pytest.mark.parametrize("nothing", [0, -1])
+def test_a_total_that_is_none_is_not_known(clock: FakeClock, nothing: int) -> None:
+    told = Tracker(clock=clock, total_steps=nothing, total_epochs=nothing).snapshot()
+    assert (told.total_steps, told.total_epochs, told.percent) == (None, None, None)
+
+
+@pytest.mark.parametrize("endless", [sys.maxsize, float(sys.maxsize), math.inf, math.nan])
+def test_epochs_without_end_are_not_told(tracker: Tracker, endless: float) -> None:
+    """Stock transformers says sys.maxsize where data has no length."""
+    tracker.plan(100, endless)
+    told = tracker.snapshot()
+    assert (told.total_steps, told.total_epochs, told.percent) == (100, None, 10.0)
+
+
+def test_a_step(tracker: Tracker) -> None:
+    tracker.step(11, epoch=0.22)
+    told = tracker.snapshot()
+    assert (told.state, told.step, told.epoch) == ("training", 11, 0.22)
+
+
+def test_speed(tracker: Tracker, clock: FakeClock) -> None:
+    for step in range(11, 41):
+        clock.advance(0.5)
+        tracker.trained_on(8 * step, 1000 * step)  # those before the resume are no speed
+        tracker.step(step)
+        if step % 10 == 0:
+            with tracker.pausing(EVALUATING):
+                clock.advance(60.0)
+    told = tracker.snapshot()
+    assert told.samples_per_s == pytest.approx(16.0, rel=0.05)
+    assert told.tokens_per_s == pytest.approx(2000.0, rel=0.05)
+
+
+def test_what_nobody_counts_has_no_speed(tracker: Tracker, clock: FakeClock) -> None:
+    for step in range(11, 21):
+        clock.advance(0.5)
+        tracker.trained_on(8 * step)
+        tracker.step(step)
+    told = tracker.snapshot()
+    assert (told.samples_per_s, told.tokens_per_s) == (pytest.approx(16.0), None)
+
+
+# States
+
+
+def test_what_training_stands_still_for(tracker: Tracker) -> None:
+    tracker.step(11)
+    with tracker.pausing(EVALUATING):
+        assert tracker.snapshot().state == "evaluating"
+        with tracker.pausing(SAVING):
+            assert tracker.snapshot().state == "saving"
+        assert tracker.snapshot().state == "evaluating"
+    assert tracker.snapshot().state == "training"
+
+
+def test_an_error_in_an_evaluation_ends_it(tracker: Tracker) -> None:
+    tracker.step(11)
+    with pytest.raises(ValueError, match="x"), tracker.pausing(EVALUATING):
+        raise ValueError("x")
+    assert tracker.snapshot().state == "training"
+
+
+def test_a_stop(tracker: Tracker) -> None:
+    tracker.step(50)
+    tracker.stopped("SIGTERM", saved=True)
+    tracker.finished()  # what a framework says when its loop is left
+    told = tracker.snapshot()
+    assert (told.state, told.reason, told.saved, told.ended) == ("stopped", "SIGTERM", True, True)
+    assert told.percent == 50.0
+
+
+def test_a_failure(tracker: Tracker) -> None:
+    tracker.failed("out of memory")
+    told = tracker.snapshot()
+    assert (told.state, told.reason, told.ended) == ("failed", "out of memory", True)
+
+
+def test_a_run_that_is_silent_does_not_look_fresh(tracker: Tracker, clock: FakeClock) -> None:
+    clock.advance(5.0)
+    tracker.step(11)
+    heard = clock.now
+    clock.advance(3600.0)
+    assert tracker.snapshot().at == heard
+    tracker.saved("checkpoint-11")
+    assert tracker.snapshot().at == clock.now
+
+
+# Checkpoints
+
+
+def test_a_save_from_its_begin_to_its_end(clock: FakeClock) -> None:
+    running: list[tuple[int, float | None]] = []
+    tracker = Tracker(clock=clock, saving=lambda: running[0] if running else None)
+    tracker.checkpoints(created=4, valid=2)
+    running.append((20, 0.25))
+    saves = tracker.snapshot().checkpoints
+    assert (saves.saving, saves.saving_fraction, saves.created, saves.valid) == (20, 0.25, 4, 2)
+    running.clear()
+    tracker.saved(Path("/c/checkpoint-20"), 1_000)
+    assert tracker.snapshot().checkpoints == Checkpoints(
+        latest="/c/checkpoint-20", latest_at=clock.now, latest_bytes=1_000, created=5, valid=3
+    )
+    tracker.checkpoints(valid=1)
+    assert tracker.snapshot().checkpoints.valid == 1
+
+
+def test_the_newest_is_the_one_that_was_restored(tracker: Tracker) -> None:
+    tracker.restored(Path("/c/checkpoint-10"), 500, 1_600_000_000.0)
+    assert tracker.snapshot().checkpoints == Checkpoints(
+        latest="/c/checkpoint-10", latest_at=1_600_000_000.0, latest_bytes=500
+    )
+
+
+@pytest.mark.parametrize(("given", "told"), [(-0.1, 0.0), (1.2, 1.0), (math.nan, 0.0), (None, None)])
+def test_a_part_is_between_none_and_all(given: float | None, told: float | None) -> None:
+    saves = Tracker(saving=lambda: (20, given)).snapshot().checkpoints
+    assert (saves.saving, saves.saving_fraction) == (20, told)
+
+
+def test_two_saves_at_the_same_moment_are_two() -> None:
+    second_ended = threading.Event()
+
+    class Slow(FakeClock):
+        """The first who asks waits for the second, as long as it does not hold it up."""
+
+        asked = False
+
+        def time(self) -> float:
+            if not self.asked:
+                self.asked = True
+                second.start()
+                second_ended.wait(0.2)
+            return super().time()
+
+    def save() -> None:
+        tracker.saved("b")
+        second_ended.set()
+
+    second = threading.Thread(target=save)
+    tracker = Tracker(clock=Slow())
+    tracker.saved("a")
+    second.join()
+    assert tracker.snapshot().checkpoints.created == 2
+
+
+def test_all_threads_at_once(tracker: Tracker) -> None:
+    """Every save is counted, and no snapshot goes back."""
+    over = threading.Event()
+    seen: list[int] = []
+
+    def ask() -> None:
+        while not over.is_set():
+            seen.append(tracker.snapshot().step)
+
+    def save() -> None:
+        for number in range(500):
+            tracker.saved(f"checkpoint-{number}")
+
+    asking, saving = threading.Thread(target=ask), [threading.Thread(target=save) for _ in range(3)]
+    for one in (asking, *saving):
+        one.start()
+    for step in range(11, 20_000):
+        tracker.step(step, step / 100)
+        tracker.metrics({"loss": 1 / step})
+    for one in saving:
+        one.join()
+    over.set()
+    asking.join()
+    assert tracker.snapshot().checkpoints.created == 1500
+    assert seen == sorted(seen)
