@@ -54,7 +54,7 @@ test-torch: $(READY)  ## All but the adapter's tests with another version of tor
 	@grep -vE '^(torch|triton|sympy|setuptools|nvidia|cuda)[a-z0-9-]*==' constraints.txt > $(TORCH)/constraints.txt
 	@echo 'torch==$(VERSION)' >> $(TORCH)/constraints.txt
 	@VIRTUAL_ENV=$(TORCH) $(BIN)/uv pip install --constraint $(TORCH)/constraints.txt --editable '.[dev]'
-	OMP_NUM_THREADS=1 $(TORCH)/bin/python -m pytest -n 2 --dist loadgroup tests --ignore-glob '*/test_hf_*.py'
+	OMP_NUM_THREADS=1 $(TORCH)/bin/python -m pytest -n 2 --dist loadgroup tests --ignore tests/integration/adapters/transformers
 
 OTHER = .venv-transformers-$(VERSION)
 test-transformers: $(READY)  ## The adapter's tests with another version of transformers: VERSION=5.17.0
@@ -63,7 +63,7 @@ test-transformers: $(READY)  ## The adapter's tests with another version of tran
 	@grep -vE '^(transformers|accelerate|datasets|huggingface[_-]hub|hf-xet|peft|tokenizers|trl|typer)==' constraints.txt > $(OTHER)/constraints.txt
 	@echo 'transformers==$(VERSION)' >> $(OTHER)/constraints.txt
 	@VIRTUAL_ENV=$(OTHER) $(BIN)/uv pip install --constraint $(OTHER)/constraints.txt --editable '.[dev]'
-	OMP_NUM_THREADS=1 $(OTHER)/bin/python -m pytest -n 2 --dist loadgroup tests/integration/test_hf_*.py
+	OMP_NUM_THREADS=1 $(OTHER)/bin/python -m pytest -n 2 --dist loadgroup tests/integration/adapters/transformers
 
 DATASETS = .venv-datasets-$(VERSION)
 test-datasets: $(READY)  ## The tests of streams with another version of datasets: VERSION=4.0.0
@@ -72,7 +72,7 @@ test-datasets: $(READY)  ## The tests of streams with another version of dataset
 	@grep -vE '^(datasets|dill|multiprocess|fsspec|huggingface[_-]hub|hf-xet|pyarrow)==' constraints.txt > $(DATASETS)/constraints.txt
 	@echo 'datasets==$(VERSION)' >> $(DATASETS)/constraints.txt
 	@VIRTUAL_ENV=$(DATASETS) $(BIN)/uv pip install --constraint $(DATASETS)/constraints.txt --editable . datasets torchdata pytest pytest-timeout hypothesis numpy
-	OMP_NUM_THREADS=1 $(DATASETS)/bin/python -m pytest tests/unit/test_data_streams.py
+	OMP_NUM_THREADS=1 $(DATASETS)/bin/python -m pytest tests/unit/data/test_hf_streams.py
 
 bench: $(READY)  ## The figures of the README, as a table and in benchmarks/results.json
 	$(BIN)/python -m benchmarks
