@@ -8,5 +8,7 @@ SUPPORT = Path(__file__).parent
 JOBS = SUPPORT / "jobs"
 """What child processes run."""
 HF_SCRIPTS = SUPPORT / "hf_scripts"
+FIXTURES = SUPPORT.parent / "fixtures"
+"""Files that tests read; a test copies what it changes."""
 ROOT = SUPPORT.parents[1]
 """The repository."""
