@@ -24,10 +24,11 @@ from typing import Any
 import torch
 
 from reprieve.checkpoint.buffers.block_pool import BLOCK_BYTES, BlockPool
-from reprieve.checkpoint.buffers.staging import StagingBuffers, bytes_on_disk, check_room
+from reprieve.checkpoint.buffers.staging import StagingBuffers
 from reprieve.checkpoint.coordinated_schedule import CoordinatedSchedule
 from reprieve.checkpoint.folder import finished_marker, paths
 from reprieve.checkpoint.folder.catalog import CheckpointInfo, list_checkpoints
+from reprieve.checkpoint.folder.disk_space import check_room
 from reprieve.checkpoint.folder.lease import FolderLease, LeaseRecord, LeaseView, acquire, join
 from reprieve.checkpoint.folder.pruning import Pruner
 from reprieve.checkpoint.folder.retention import Retention, reading
@@ -149,7 +150,7 @@ class Checkpointer:
                 resume.make_root(self._disk, self.root)
                 mine = acquire(self._disk, self.root, run, wait=wait, clock=self._clock)
                 resume.clean_up(self._disk, self.root, fresh=self._fresh)
-                self._pruner.look_around(mine.run, bytes_on_disk(first_plan))
+                self._pruner.look_around(mine.run, first_plan.bytes_on_disk())
                 return asdict(mine.record)
 
         member: LeaseView | None = None
@@ -260,7 +261,7 @@ class Checkpointer:
         save = Save(request.step, target, job.plan.bytes, diverged=job.diverged)
         self._bytes = job.plan.bytes
         self._throughput.begin(request.step, self._bytes, self._ranks.world_size)
-        if background and self._staging.has_room(job.plan):
+        if background and self._staging.has_room(job.plan.blocks):
             job.stage()
             save._done = self._background.write(partial(self._finish, job, target))
         else:

@@ -12,8 +12,9 @@ from typing import Any, cast
 
 import torch
 
+from reprieve.checkpoint.format.torch_unpickle import meta_storage
 from reprieve.checkpoint.io.reader import CheckpointFile, Target
-from reprieve.checkpoint.restore.torch_reader import TorchFile, meta_storage
+from reprieve.checkpoint.restore.torch_reader import TorchFile
 from reprieve.errors import InvalidCheckpoint
 
 

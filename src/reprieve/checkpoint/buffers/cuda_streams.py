@@ -7,15 +7,13 @@ from collections.abc import Iterable
 
 import torch
 
-from reprieve.checkpoint.format.layout import FileLayout
-
 
 class CopyStreams:
-    """While entered, copies from the layouts' devices go to streams of their own. Falsy where there is no device."""
+    """A context in which copies from the GPUs among `devices` use streams of their own. False if there is no GPU."""
 
-    def __init__(self, layouts: Iterable[FileLayout]) -> None:
-        devices = set[torch.device]().union(*(layout.devices for layout in layouts))
-        self._streams = [torch.cuda.Stream(device) for device in sorted(devices, key=str) if device.type == "cuda"]
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        gpus = {device for device in devices if device.type == "cuda"}
+        self._streams = [torch.cuda.Stream(gpu) for gpu in sorted(gpus, key=str)]
         self._stack = contextlib.ExitStack()
 
     def __bool__(self) -> bool:
@@ -29,7 +27,7 @@ class CopyStreams:
         return self
 
     def wait(self) -> None:
-        """Until all copies so far have arrived in host memory."""
+        """Block until all copies so far have arrived in host memory."""
         for stream in self._streams:
             stream.synchronize()
 

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from reprieve.checkpoint.buffers.block_pool import BlockPool
-from reprieve.checkpoint.buffers.staging import check_room, warn_if_tight
 from reprieve.checkpoint.folder import paths
 from reprieve.checkpoint.folder.catalog import CheckpointInfo, list_checkpoints
+from reprieve.checkpoint.folder.disk_space import check_room, warn_if_tight
 from reprieve.checkpoint.folder.lease import FolderLease
 from reprieve.checkpoint.folder.retention import Retention, hide_unless_read
 from reprieve.checkpoint.folder.verify import verify

@@ -8,7 +8,7 @@ its record, a directory at the end) are `Deferred` and rendered when the writer 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -248,6 +248,11 @@ class LayoutBuilder:
 
     def build(self, pickled: Pickled | None = None) -> FileLayout:
         return FileLayout(self.name, self.size, self._segments, self.crcs, frozenset(self._devices), pickled)
+
+
+def devices_of(layouts: Iterable[FileLayout]) -> set[torch.device]:
+    """The GPUs that the bytes of these files come from."""
+    return set[torch.device]().union(*(layout.devices for layout in layouts))
 
 
 def bytes_layout(name: str, data: bytes) -> FileLayout:

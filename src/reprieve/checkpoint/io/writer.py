@@ -25,7 +25,7 @@ from reprieve.checkpoint.buffers.block_pool import BLOCK_BYTES, Block, BlockPool
 from reprieve.checkpoint.buffers.cuda_streams import CopyStreams
 from reprieve.checkpoint.buffers.thread_pool import ThreadPool
 from reprieve.checkpoint.format.checksum import BlockHash, combined_crc, crc32
-from reprieve.checkpoint.format.layout import Deferred, FileLayout, Segment
+from reprieve.checkpoint.format.layout import Deferred, FileLayout, Segment, devices_of
 from reprieve.checkpoint.format.manifest import FileEntry
 from reprieve.checkpoint.io.partition import FileShare, WriteRange, whole
 from reprieve.storage.disk import PAGE, Disk, OpenFile
@@ -241,7 +241,7 @@ class Writer:
         """Copy the state into blocks. When this returns training may change it."""
         try:
             self._staged = []
-            with CopyStreams([file.layout for file in self._files]) as streams:
+            with CopyStreams(devices_of(file.layout for file in self._files)) as streams:
                 for slot in self._slots():
                     slot.file.fill(slot, slot.piece.start, slot.piece.stop)
                     self._staged.append(slot)
@@ -261,7 +261,7 @@ class Writer:
                 self._seal(slot, _STRIDE, fill=False)
             self._staged = None
         else:
-            with CopyStreams([file.layout for file in self._files]) as streams:
+            with CopyStreams(devices_of(file.layout for file in self._files)) as streams:
                 # Copies off a device are waited for once a block; copies in host memory are hashed while cached.
                 step = BLOCK_BYTES if streams else _STRIDE
                 for slot in self._slots():

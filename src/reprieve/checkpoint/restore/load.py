@@ -23,15 +23,16 @@ import torch
 
 from reprieve.checkpoint.buffers.block_pool import BLOCK_BYTES, BlockPool
 from reprieve.checkpoint.buffers.gc_pause import collection_paused
+from reprieve.checkpoint.format.file_names import RNG, buffers_name, extras_file, tree_file
 from reprieve.checkpoint.format.manifest import Manifest
 from reprieve.checkpoint.format.shards import from_local, is_sharded, local_part, own_range
+from reprieve.checkpoint.format.torch_unpickle import meta_storage
 from reprieve.checkpoint.io.destinations import tensor_destination
 from reprieve.checkpoint.io.reader import Cache, CheckpointFile, CooperativeRead, Reader, Target
 from reprieve.checkpoint.restore.safetensors_header import TensorLocation, read_header
 from reprieve.checkpoint.restore.storage_matching import matching_storages, once, sharded_storages, with_tensors
-from reprieve.checkpoint.restore.torch_reader import TorchFile, meta_storage
-from reprieve.checkpoint.save.plan import buffers_name, extras_file, tree_file
-from reprieve.checkpoint.state.state import RNG, VALUES, Sharing, State
+from reprieve.checkpoint.restore.torch_reader import TorchFile
+from reprieve.checkpoint.state.state import VALUES, Sharing, State
 from reprieve.errors import InvalidCheckpoint, StateError, StateMismatch
 from reprieve.rng import check_rng, restore_rng
 

@@ -14,7 +14,8 @@ import torch
 
 from reprieve.checkpoint.format.shards import is_sharded
 from reprieve.checkpoint.format.torch_layout import tensors_in
-from reprieve.checkpoint.restore.torch_reader import Storages, TorchFile, meta_storage
+from reprieve.checkpoint.format.torch_unpickle import Storages, meta_storage
+from reprieve.checkpoint.restore.torch_reader import TorchFile
 
 
 def matching_storages(file: TorchFile, live: Any) -> dict[str, torch.UntypedStorage]:

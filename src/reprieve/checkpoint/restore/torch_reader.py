@@ -1,28 +1,18 @@
-"""A torch file read back through the verifying reader: storages straight into memory, the pickle without code.
-
-The unpickler is torch's own `weights_only` one, so a file that stock `torch.load` refuses is refused here, and types
-that the user allowed with `torch.serialization.add_safe_globals` are allowed here. It runs on the pickle alone; what
-a storage is, the caller decides: nothing (to learn the structure), a live tensor's memory, or fresh memory.
-"""
+"""A torch file read back through the verifying reader: storages straight into memory, the pickle without code."""
 
 from __future__ import annotations
 
 import io
-import pickle
 import zipfile
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import _weights_only_unpickler
 
 from reprieve.checkpoint.format.torch_layout import ARCHIVE_COMMENT, data_offset
+from reprieve.checkpoint.format.torch_unpickle import Storages, unpickle
 from reprieve.checkpoint.io.destinations import destination_of
 from reprieve.checkpoint.io.reader import CheckpointFile, Target
-from reprieve.errors import InvalidCheckpoint, UnsafeState
-
-Storages = Callable[[str, int, str], torch.UntypedStorage]
-"""Key, bytes and saved location → storage."""
+from reprieve.errors import UnsafeState
 
 
 class TorchFile:
@@ -78,43 +68,6 @@ class TorchFile:
             raise self.file.bad(f"has {stop - start} bytes for storage {key}; its pickle says {storage.nbytes()}")
         if stop > start:
             self.file.targets.append(Target(start, stop - start, destination_of(storage)))
-
-
-def unpickle(name: str, pickled: bytes, storages: Storages, sparse: list[torch.Tensor] | None = None) -> Any:
-    """The object tree, with storages from the caller and without running anything that is not known to be safe.
-
-    Sparse tensors are added to `sparse`: their storages have no content yet, so they cannot be validated here.
-    """
-
-    def persistent_load(saved: tuple[Any, ...]) -> torch.storage.TypedStorage:
-        kind_of, kind, key, location, count = saved
-        if kind_of != "storage":
-            raise pickle.UnpicklingError(f"unknown persistent id {kind_of!r}")
-        dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
-        storage = storages(key, count * dtype.itemsize, location)
-        return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
-
-    waiting = torch._utils._sparse_tensors_to_validate  # of the next torch.load, which must not see ours
-    before = len(waiting)
-    unpickler = _weights_only_unpickler.Unpickler(io.BytesIO(pickled), encoding="utf-8")
-    unpickler.persistent_load = persistent_load  # type: ignore[method-assign]
-    try:
-        return unpickler.load()
-    except InvalidCheckpoint:
-        raise
-    except pickle.UnpicklingError as error:
-        raise UnsafeState(f"{name} holds something that is not safe to load: {error}") from error
-    except Exception as error:  # a hostile or damaged pickle can make the machine fail in any way
-        raise InvalidCheckpoint(f"{name} has a pickle that cannot be read: {error!r}") from error
-    finally:
-        if sparse is not None:
-            sparse += waiting[before:]
-        del waiting[before:]
-
-
-def meta_storage(_key: str, size: int, _location: str) -> torch.UntypedStorage:
-    """A storage without memory, for when only the structure is wanted."""
-    return torch.UntypedStorage(size, device="meta")
 
 
 class _Window(io.RawIOBase):

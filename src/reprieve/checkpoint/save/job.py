@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from reprieve.checkpoint.buffers.block_pool import BlockPool
-from reprieve.checkpoint.buffers.staging import bytes_on_disk
 from reprieve.checkpoint.folder import commit
 from reprieve.checkpoint.folder.lease import FolderLease, LeaseView
 from reprieve.checkpoint.format.manifest import FileEntry, Manifest
@@ -80,7 +79,7 @@ class SaveJob:
             "number": self._number,
             "files": self.plan.fingerprints(),
             "folders": sorted(self.plan.folders),
-            "own": bytes_on_disk(self.plan, alone=False),
+            "own": self.plan.bytes_on_disk(alone=False),
             "sample": sample(self.plan, self._manifest.step, self._ranks.rank, self._pool),
         }
 
@@ -89,7 +88,7 @@ class SaveJob:
         waits for this, and beside a removal a file system takes seconds to make large files."""
         self._replacing, self._superseding = plans[0].get("replacing"), "superseding" in plans[0]
         self._folders = self.plan.folders.union(*(one["folders"] for one in plans[1:]))
-        needed = bytes_on_disk(self.plan) + sum(one["own"] for one in plans[1:])
+        needed = self.plan.bytes_on_disk() + sum(one["own"] for one in plans[1:])
         if self._ranks.world_size > 1:
             self._compare(plans)
             # Rank 0's number: one that did not get to describe its plan, because another rank had failed, counts less.

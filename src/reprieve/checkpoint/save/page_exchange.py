@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from reprieve.checkpoint.buffers.block_pool import BLOCK_BYTES, BlockPool
 from reprieve.checkpoint.buffers.cuda_streams import CopyStreams
-from reprieve.checkpoint.format.layout import Segment
+from reprieve.checkpoint.format.layout import Segment, devices_of
 from reprieve.checkpoint.io.partition import FileShare
 
 
@@ -54,7 +54,7 @@ def outgoing(parts: Sequence[FileShare], rank: int, pool: BlockPool) -> dict[int
     block = pool.take()
     assert block is not None
     try:
-        with CopyStreams([part.layout for part in parts]) as streams:
+        with CopyStreams(devices_of(part.layout for part in parts)) as streams:
             for edge in edges:
                 for start in range(edge.start, edge.stop, BLOCK_BYTES):
                     stop = min(start + BLOCK_BYTES, edge.stop)

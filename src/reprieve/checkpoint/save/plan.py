@@ -8,13 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
+from reprieve.checkpoint.buffers.block_pool import BLOCK_BYTES
 from reprieve.checkpoint.format.checksum import BlockHash
+from reprieve.checkpoint.format.file_names import buffers_name, extras_file, tree_file
 from reprieve.checkpoint.format.layout import BytesSource, FileLayout, Segment, bytes_layout
 from reprieve.checkpoint.format.safetensors_layout import layout_safetensors
 from reprieve.checkpoint.format.torch_layout import layout_torch, tensors_in
 from reprieve.checkpoint.io.partition import FileShare, blocks_needed, partition_files
-from reprieve.checkpoint.state.state import RNG, Captured, Sharing, State
+from reprieve.checkpoint.state.state import Captured, Sharing, State
 from reprieve.errors import StateError
+from reprieve.storage.disk import PAGE
 
 SHARD_BYTES = 50 * 10**9
 """Above this a model is split over several files, as transformers does."""
@@ -46,6 +49,14 @@ class Plan:
     def blocks(self) -> int:
         """Blocks of memory that this rank's share takes."""
         return blocks_needed(self.parts)
+
+    def bytes_on_disk(self, *, alone: bool = True) -> int:
+        """Bytes that the files take on a disk, rounded up to pages, with manifest, sentinel and folder.
+
+        Without `alone`, only of the files that no other rank writes parts of.
+        """
+        files = self.files if alone else [file for file in self.files if not file.by_all]
+        return sum(file.size + PAGE + file.size // BLOCK_BYTES * 64 for file in files) + (4 * PAGE if alone else 0)
 
     def fingerprints(self) -> dict[str, str]:
         """Of each file that all ranks write parts of: the same on all of them, or they must not."""
@@ -103,21 +114,6 @@ def plan(
 
 def own_buffers(captured: Captured, name: str) -> dict[str, Any]:
     return {key: value for key, value in captured.modules[name].items() if key in captured.buffers[name]}
-
-
-def extras_file(name: str) -> str:
-    return f"{name}.extra.pt"
-
-
-def buffers_name(module: str) -> str:
-    return f"{module}.buffers"
-
-
-def tree_file(name: str, rank: int | None = None) -> str:
-    """The file of a tree; with `rank`, of that rank's own."""
-    if name == RNG:  # as transformers names it
-        return f"{RNG}.pth" if rank is None else f"{RNG}_{rank}.pth"
-    return f"{name}.pt" if rank is None else f"{name}.{rank}.pt"
 
 
 def _refuse_shards(layout: FileLayout, rank: int) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from reprieve.checkpoint.buffers.block_pool import BlockPool
 from reprieve.checkpoint.buffers.cuda_streams import CopyStreams
 from reprieve.checkpoint.format.checksum import digest_of
-from reprieve.checkpoint.format.layout import Segment
+from reprieve.checkpoint.format.layout import Segment, devices_of
 from reprieve.checkpoint.format.torch_layout import tensors_in
 from reprieve.checkpoint.save.plan import Plan
 
@@ -53,7 +53,7 @@ def sample(plan: Plan, seed: int, rank: int, pool: BlockPool) -> dict[str, str]:
     block = pool.take()
     assert block is not None
     try:
-        with CopyStreams(plan.files) as streams:
+        with CopyStreams(devices_of(plan.files)) as streams:
             for (file, segment), start in zip(chosen, starts, strict=True):
                 if segment.source is None or (segment.holders is not None and rank not in segment.holders):
                     continue

@@ -13,7 +13,7 @@ import torch
 
 from reprieve.checkpoint.format.layout import Pickled
 from reprieve.checkpoint.format.torch_layout import KINDS, pickle_without_data
-from reprieve.checkpoint.restore.torch_reader import meta_storage, unpickle
+from reprieve.checkpoint.format.torch_unpickle import meta_storage, unpickle
 from reprieve.checkpoint.save.plan import Plan
 from reprieve.errors import InvalidCheckpoint, UnsafeState
 

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import xxhash
 
+from reprieve.checkpoint.format.file_names import RNG
 from reprieve.checkpoint.format.shards import is_sharded, local_part
-from reprieve.checkpoint.state.state import RNG, State
+from reprieve.checkpoint.state.state import State
 
 RANDOM_NUMBERS = "random numbers"
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")

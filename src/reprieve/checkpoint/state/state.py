@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
+from reprieve.checkpoint.format.file_names import RNG
 from reprieve.checkpoint.format.safetensors_layout import can_hold
 from reprieve.checkpoint.format.shards import is_sharded
 from reprieve.errors import ConfigError, StateError
 from reprieve.rng import capture_rng
 
-RNG = "rng_state"
 VALUES = "values"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_]*")
 

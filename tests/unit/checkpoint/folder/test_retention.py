@@ -126,7 +126,7 @@ def test_a_full_disk_waits_for_what_is_about_to_go(tmp_path: Path, monkeypatch: 
     def free_bytes(_folder: Path) -> int:
         return int(2.9 * size) - size * len(steps(tmp_path)) if size else 1 << 30
 
-    monkeypatch.setattr("reprieve.checkpoint.buffers.staging.free_bytes", free_bytes)
+    monkeypatch.setattr("reprieve.checkpoint.folder.disk_space.free_bytes", free_bytes)
     with Checkpointer(tmp_path, model=nn.Linear(256, 256), keep=1, rng=False) as checkpointer:
         size = checkpointer.save(1).bytes
         checkpointer.save(2)
@@ -144,7 +144,7 @@ def test_little_room_is_said_once_the_size_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """At the start there is room for four: the optimizer, twice as large as the model, has no state yet."""
-    monkeypatch.setattr("reprieve.checkpoint.buffers.staging.free_bytes", lambda _folder: 1_500_000)
+    monkeypatch.setattr("reprieve.checkpoint.folder.disk_space.free_bytes", lambda _folder: 1_500_000)
     model = nn.Linear(256, 256)
     optimizer = torch.optim.AdamW(model.parameters())
     with Checkpointer(tmp_path, model=model, optimizer=optimizer, keep=3) as checkpointer:
