@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
-from test_torch_file import BASE, DTYPES, of_dtype
 from torch import nn
 
 from reprieve import Checkpointer, StateError
 from reprieve.checkpoint.format.safetensors_layout import can_hold, layout_safetensors
 from tests.support.helpers import bits, write_layouts
+from tests.support.tensors import BASE, DTYPES, random_bits
 
 HELD = [dtype for dtype in DTYPES if can_hold(torch.empty(0, dtype=dtype))]
 
@@ -32,7 +32,7 @@ def test_what_it_can_hold() -> None:
 
 @pytest.mark.parametrize("dtype", HELD, ids=str)
 def test_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
-    tensors = {"x": of_dtype(dtype, 3, 5), "scalar": of_dtype(dtype), "empty": of_dtype(dtype, 0, 4)}
+    tensors = {"x": random_bits(dtype, 3, 5), "scalar": random_bits(dtype), "empty": random_bits(dtype, 0, 4)}
     path = written(tmp_path, tensors)
     got = load_file(path)
     assert set(got) == set(tensors)
@@ -70,7 +70,7 @@ def test_tensors_larger_than_the_ring(tmp_path: Path) -> None:
 
 
 def test_each_tensor_is_aligned_to_its_type(tmp_path: Path) -> None:
-    path = written(tmp_path, {f"{number}": of_dtype(dtype, 3) for number, dtype in enumerate(HELD)})
+    path = written(tmp_path, {f"{number}": random_bits(dtype, 3) for number, dtype in enumerate(HELD)})
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])

@@ -20,20 +20,7 @@ from reprieve.checkpoint.format.torch_layout import layout_torch
 from reprieve.checkpoint.io.reader import Reader
 from reprieve.checkpoint.restore.torch_reader import TorchFile
 from tests.support.helpers import assert_same, bits, pool, write_layouts
-
-DTYPES = [
-    torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32,
-    torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
-    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
-    *([torch.float8_e8m0fnu] if hasattr(torch, "float8_e8m0fnu") else []),  # torch 2.7
-]  # fmt: skip
-
-
-def of_dtype(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Every bit of it random, so NaNs with payloads too."""
-    count = torch.Size(shape).numel() * dtype.itemsize
-    raw = torch.randint(0, 2 if dtype is torch.bool else 256, (count,), dtype=torch.uint8)
-    return raw.view(dtype).reshape(shape)
+from tests.support.tensors import BASE, DTYPES, random_bits
 
 
 def written(folder: Path, tree: Any) -> Path:
@@ -72,12 +59,9 @@ def ways(path: Path) -> Iterator[Any]:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
-    tree = {"x": of_dtype(dtype, 3, 5), "scalar": of_dtype(dtype), "empty": of_dtype(dtype, 0, 4)}
+    tree = {"x": random_bits(dtype, 3, 5), "scalar": random_bits(dtype), "empty": random_bits(dtype, 0, 4)}
     for got in ways(written(tmp_path, tree)):
         assert_same(got, tree)
-
-
-BASE = torch.arange(48.0).reshape(4, 3, 2, 2)
 
 
 @pytest.mark.parametrize(

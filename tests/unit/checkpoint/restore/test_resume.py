@@ -26,6 +26,7 @@ from reprieve.checkpoint.format.checksum import digest_of
 from reprieve.checkpoint.format.manifest import MANIFEST, SENTINEL, read_manifest
 from reprieve.checkpoint.io import reader
 from tests.support.helpers import copied, entry_of, pool, rewrite_manifest, small_model, train
+from tests.support.tensors import tied_linears
 
 
 class Counter(nn.Module):
@@ -495,9 +496,7 @@ def test_a_torn_stock_checkpoint_is_passed_over(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("nan_in_fresh_memory")
 def test_tied_weights_of_stock_torch_into_an_untied_model(tmp_path: Path) -> None:
-    from test_state_modules import tied
-
-    model, other = tied(), tied(tie=False)
+    model, other = tied_linears(), tied_linears(tie=False)
     (tmp_path / "checkpoint-1").mkdir()
     torch.save(model.state_dict(), tmp_path / "checkpoint-1/model.pt")
     with Checkpointer(tmp_path, model=other, rng=False) as checkpointer:

@@ -15,13 +15,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from test_torch_file import DTYPES, of_dtype
 from torch import nn
 
 from reprieve import Checkpointer, StorageError, StorageFull
 from reprieve.checkpoint.folder.catalog import list_checkpoints
 from reprieve.checkpoint.folder.verify import verify
 from tests.support.helpers import FailingDisk, assert_same, pool
+from tests.support.tensors import DTYPES, random_bits
 
 pytestmark = pytest.mark.soak
 
@@ -37,14 +37,14 @@ def tensors(draw: st.DrawFn, *, expanded: bool = True) -> torch.Tensor:
     kinds = ["plain", "turned", "every other", "in the middle", *(["expanded"] if expanded else [])]
     match draw(st.sampled_from(kinds)):
         case "turned":
-            return of_dtype(dtype, *shape).permute(tuple(reversed(range(len(shape)))))
+            return random_bits(dtype, *shape).permute(tuple(reversed(range(len(shape)))))
         case "every other":
-            return of_dtype(dtype, *shape, 6)[..., ::2]
+            return random_bits(dtype, *shape, 6)[..., ::2]
         case "in the middle":
-            return of_dtype(dtype, 3, *shape)[1]
+            return random_bits(dtype, 3, *shape)[1]
         case "expanded":
-            return of_dtype(dtype, *shape, 1).expand(*shape, 3)
-    return of_dtype(dtype, *shape)
+            return random_bits(dtype, *shape, 1).expand(*shape, 3)
+    return random_bits(dtype, *shape)
 
 
 @st.composite

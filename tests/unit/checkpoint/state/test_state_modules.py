@@ -12,24 +12,15 @@ from torch import nn
 
 from reprieve import StateError, StateMismatch
 from tests.support.helpers import Odd, assert_same, copied, restored, saved
+from tests.support.tensors import tied_linears
 
 
 def test_tied_weights(tmp_path: Path) -> None:
-    one, other = tied(), tied()
+    one, other = tied_linears(), tied_linears()
     saved(tmp_path, model=one)
     restored(tmp_path, model=other)
     assert torch.equal(other[1].weight, one[0].weight)
     assert other[1].weight is other[0].weight
-
-
-def tied(*, tie: bool = True, hook: bool = False, width: int = 600) -> nn.Sequential:
-    """Weights of 1.4 MB: more than the reader hashes at a time."""
-    model = nn.Sequential(nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False))
-    if tie:
-        model[1].weight = model[0].weight
-    if hook:
-        model.register_load_state_dict_post_hook(lambda module, keys: None)
-    return model
 
 
 @pytest.mark.usefixtures("nan_in_fresh_memory")
@@ -40,7 +31,7 @@ def tied(*, tie: bool = True, hook: bool = False, width: int = 600) -> nn.Sequen
     ids=["tied", "untied"],
 )
 def test_tied_weights_wherever_they_go(tmp_path: Path, tie: bool, hook: bool) -> None:
-    one, other = tied(), tied(tie=tie, hook=hook)
+    one, other = tied_linears(), tied_linears(tie=tie, hook=hook)
     saved(tmp_path, model=one)
     restored(tmp_path, model=other)
     assert torch.equal(other[0].weight, one[0].weight)
