@@ -13,7 +13,7 @@ export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint format test test-torch test-transformers test-datasets bench soak clean
+.PHONY: help setup demo picture lint format test test-torch test-transformers test-datasets bench soak clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/' | expand -t 26
@@ -31,6 +31,9 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY)  ## Preempt a training run, kill another in the middle of a save, start them again, see what happened
 	@$(BIN)/python -m examples.demo
+
+picture: $(READY)  ## Run the demo and draw its output: docs/images/demo.svg
+	@$(BIN)/python -m examples.picture
 
 lint: $(READY)  ## Style, types and layers
 	$(BIN)/ruff format --check .

@@ -1,4 +1,4 @@
-"""A loop with Hugging Face Accelerate that can be stopped: what `accelerator.prepare` gives goes to `reprieve.Run`.
+"""A preemptible loop with Hugging Face Accelerate: `reprieve.Run` takes what `accelerator.prepare` returns.
 
 python examples/accelerate_safe.py                                    one process
 torchrun --nproc-per-node 2 examples/accelerate_safe.py               data-parallel

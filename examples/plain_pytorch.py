@@ -1,4 +1,4 @@
-"""Train a small image classifier: a plain PyTorch loop. `plain_pytorch_safe.py` is the same, made safe to stop.
+"""Train a small image classifier in a plain PyTorch loop. `plain_pytorch_safe.py` makes it preemptible.
 
 python examples/plain_pytorch.py                                    one process
 torchrun --nproc-per-node 2 examples/plain_pytorch.py               data-parallel

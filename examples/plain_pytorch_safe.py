@@ -1,4 +1,4 @@
-"""`plain_pytorch.py`, made safe to stop: six lines differ. Send it SIGTERM at any moment, and start it again.
+"""`plain_pytorch.py`, made preemptible by six lines. Send it SIGTERM at any moment, then start it again.
 
 python examples/plain_pytorch_safe.py                                    one process
 torchrun --nproc-per-node 2 examples/plain_pytorch_safe.py               data-parallel

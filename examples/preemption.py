@@ -1,7 +1,7 @@
-"""The second half of `make demo`: two ranks are told to stop in the middle of training, and go on.
+"""The first half of `make demo`: preempt two ranks in the middle of training, and resume them.
 
-`plain_pytorch.py` runs undisturbed under torchrun; `plain_pytorch_safe.py` gets SIGTERM, as from a spot reclaim or a
-Kubernetes drain, and is started again. Every line that the two have printed must be the same.
+`plain_pytorch.py` runs undisturbed under torchrun. `plain_pytorch_safe.py` gets SIGTERM, as from a spot reclaim or a
+Kubernetes drain, and is started again. Both must print the same losses and accuracies.
 """
 
 from __future__ import annotations
@@ -27,35 +27,37 @@ def show(folder: Path) -> bool:
     with console.status("two ranks, undisturbed"):
         undisturbed = Torchrun("plain_pytorch.py", folder)
         undisturbed.wait()
-    with console.status("two ranks, told to stop in the middle"):
+    with console.status("two ranks, stopped by SIGTERM"):
         first = Torchrun("plain_pytorch_safe.py", folder)
         lines = len(undisturbed.printed())
         first.wait_for_lines(lines // 3)
-        asked = time.monotonic()
+        signalled_at = time.monotonic()
         first.process.send_signal(signal.SIGTERM)
         first.wait()
-        stopped = time.monotonic() - asked
-    with console.status("two ranks, started again"):
+        stop_s = time.monotonic() - signalled_at
+    with console.status("two ranks, resumed"):
         second = Torchrun("plain_pytorch_safe.py", folder)
         second.wait()
 
     saved = re.search(r"saved step (\d+) in ([\d.]+) s, ([\d.]+) s after SIGTERM", first.output())
-    expected, got = Counter(undisturbed.printed()), Counter(first.printed() + second.printed())
-    equal = sum((expected & got).values())
-    table = Table(title="Two ranks, SIGTERM in mid-training", title_justify="left", show_header=False)
+    expected, printed = Counter(undisturbed.printed()), Counter(first.printed() + second.printed())
+    equal = sum((expected & printed).values())
+    table = Table(
+        title="Two ranks under torchrun, SIGTERM in the middle of training", title_justify="left", show_header=False
+    )
     table.add_row("stopped at", f"step {saved[1]}" if saved else "?")
     table.add_row("SIGTERM → durable", f"{float(saved[3]) * 1000:.0f} ms" if saved else "?")
-    table.add_row("SIGTERM → all processes gone", f"{stopped:.2f} s")
+    table.add_row("SIGTERM → all processes gone", f"{stop_s:.2f} s")
     table.add_row("lines printed before, after", f"{len(first.printed())}, {len(second.printed())}")
     table.add_row("losses and accuracies equal to the undisturbed run's", f"{equal} of {sum(expected.values())}")
     console.print(table)
     if saved is None or second.process.returncode != 0:
         console.print(first.output() + second.output())
-    return saved is not None and expected == got and second.process.returncode == 0
+    return saved is not None and expected == printed and second.process.returncode == 0
 
 
 class Torchrun:
-    """A script on two ranks, and what it prints."""
+    """An example script on two ranks, and its output."""
 
     _count = 0
 
@@ -82,5 +84,5 @@ class Torchrun:
         return self._log.read_text()
 
     def printed(self) -> list[str]:
-        """What the script says, on both ranks; their lines may run into each other."""
+        """The losses and accuracies that both ranks printed. Their lines may run into each other."""
         return re.findall(r"epoch \d+ (?:loss \d+\.\d{6}|accuracy \d+\.\d{4})", self.output())

@@ -1,8 +1,8 @@
-"""A small training run with a Checkpointer: what `make demo` kills and starts again.
+"""A small training run with a `Checkpointer`, which `make demo` kills and resumes.
 
     python -m examples.training LOSSES [--checkpoints FOLDER] [--steps 60] [--every 10]
 
-Writes one JSON line a step to LOSSES. With a folder it goes on from the newest valid checkpoint in it.
+It writes one JSON line per step to LOSSES. With a FOLDER it resumes from the newest valid checkpoint in it.
 """
 
 from __future__ import annotations
