@@ -1,6 +1,7 @@
-"""The random number generators of one process, as tensors, integers and tuples that `weights_only` loads.
+"""Captures and restores the random number generators of one process.
 
-The file has the keys that transformers uses (`python`, `numpy`, `cpu`, `cuda`), plus the generators that the user gave.
+A captured state consists of tensors, integers and tuples, which `weights_only` loads. It has the keys that transformers
+uses (`python`, `numpy`, `cpu`, `cuda`), and `generators` for those that the user named. Nothing here draws a number.
 """
 
 from __future__ import annotations
@@ -8,26 +9,27 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
+from reprieve import fast_rng
 from reprieve.errors import StateMismatch
 
 
 class RngSnapshot(NamedTuple):
-    """The global generators, raw: quick to take, to compare and to pickle. `plain` is what goes into files."""
+    """The states of the global generators in a form that is quick to take, to compare and to pickle."""
 
     python: Any
     cpu: bytes | torch.Generator
     numpy: Any
-    """None: nobody has imported it."""
+    """None if numpy is not imported."""
     cuda: tuple[bytes | torch.Tensor, ...] | None
-    """None: not in use."""
+    """None if CUDA is not initialized."""
 
     def plain(self) -> dict[str, Any]:
-        """What `capture_rng` gives and `restore_rng` takes."""
+        """Convert to the form that `capture_rng` returns, `restore_rng` takes and files contain."""
         state: dict[str, Any] = {"python": self.python, "cpu": _tensor(self.cpu)}
         if self.numpy is not None:
             state["numpy"] = self.numpy
@@ -35,12 +37,15 @@ class RngSnapshot(NamedTuple):
                 name, key, *rest = self.numpy
                 state["numpy"] = (name, list(memoryview(key).cast("I")), *rest)
         if self.cuda is not None:
-            state["cuda"] = [_tensor(one) for one in self.cuda]
+            state["cuda"] = [_tensor(device_state) for device_state in self.cuda]
         return state
 
 
 def snapshot_rng(*, as_bytes: bool = True) -> RngSnapshot:
-    """`as_bytes`: to be compared or pickled. Without, it takes half as long."""
+    """Return the states of the global generators.
+
+    `as_bytes`: in a form that can be compared and pickled. Without it, a snapshot takes half as long.
+    """
     generator, cuda = torch.default_generator, None
     if torch.cuda.is_initialized():
         cuda = tuple(torch.cuda.get_rng_state_all())
@@ -53,7 +58,7 @@ def snapshot_rng(*, as_bytes: bool = True) -> RngSnapshot:
 
 
 def capture_rng(generators: Mapping[str, torch.Generator], *, everything: bool = True) -> dict[str, Any]:
-    """A copy of every generator's state; nothing is drawn from them. Without `everything`, only of the given ones."""
+    """Copy the states of the global generators and of `generators`; without `everything`, only of the latter."""
     state: dict[str, Any] = {}
     if everything:
         state = snapshot_rng().plain()
@@ -63,7 +68,7 @@ def capture_rng(generators: Mapping[str, torch.Generator], *, everything: bool =
 
 
 def check_rng(state: Mapping[str, Any], generators: Mapping[str, torch.Generator], *, everything: bool = True) -> None:
-    """Raise StateMismatch if `restore_rng` would."""
+    """Raise StateMismatch if `state` cannot be restored into this process."""
     saved = set(state.get("generators", {}))
     if saved != set(generators):
         raise StateMismatch(f"the checkpoint has the generators {sorted(saved)}, this run has {sorted(generators)}")
@@ -71,14 +76,15 @@ def check_rng(state: Mapping[str, Any], generators: Mapping[str, torch.Generator
         count = len(_cuda_states(state))
         if count != torch.cuda.device_count():
             raise StateMismatch(
-                f"the checkpoint has the RNG of {count} GPUs, this process sees {torch.cuda.device_count()}. "
-                "Run on as many, or with rng=False"
+                f"the checkpoint has the RNG states of {count} GPUs, this process sees {torch.cuda.device_count()}. "
+                "Run with as many GPUs, or with rng=False"
             )
 
 
 def restore_rng(
     state: Mapping[str, Any], generators: Mapping[str, torch.Generator], *, everything: bool = True
 ) -> None:
+    """Put captured states back; without `everything`, only those of `generators`."""
     for name, generator in generators.items():
         generator.set_state(state["generators"][name])
     if not everything:
@@ -99,98 +105,29 @@ def _cuda_states(state: Mapping[str, Any]) -> list[torch.Tensor]:
     return [cuda] if isinstance(cuda, torch.Tensor) else list(cuda)
 
 
-_WORDS = 624
-"""Of a Mersenne Twister. Python has the place among them before, numpy behind them."""
-_LOOK_BYTES = 64
-"""At the place and the words beside it: the place changes with each number that is drawn, and all words with each 624.
-To look at all of them, which are in no cache after a step, takes 10 µs more."""
-
-
-class _Seen:
-    """A generator where it lies in memory, and what its state was when that was last read. To read a state takes 20 to
-    45 µs, to see that nothing was drawn since takes 1. (What lies there does not tell whether the second half of a
-    pair of normal numbers waits, so that such a state is always read.)"""
-
-    def __init__(self, generator: Any, address: int) -> None:
-        """`address`: what to look at."""
-        self.generator = generator
-        self._memory = (ctypes.c_char * _LOOK_BYTES).from_address(address)
-        self._words, self._state = b"", None
-
-    def state(self, read: Callable[[], tuple[Any, bool]]) -> Any:
-        """`read`: the state, and whether half of a pair waits."""
-        words = self._memory.raw
-        if words != self._words:
-            self._state, waits = read()
-            self._words = b"" if waits else words
-        return self._state
-
-    def forget(self) -> None:
-        self._words = b""
-
-
-def _python_words() -> _Seen | None:
-    """None: not where CPython has them."""
-    generator = random._inst
-    if sys.implementation.name != "cpython" or random.Random.__basicsize__ < object.__basicsize__ + 4 * (1 + _WORDS):
-        return None
-    address = id(generator) + object.__basicsize__
-    place, *words = (ctypes.c_uint32 * (1 + _WORDS)).from_address(address)
-    return _Seen(generator, address) if (*words, place) == random.getstate()[1] else None
-
-
-_python_seen = _python_words()
-
-
 def _python_state() -> Any:
-    if _python_seen is None or random._inst.gauss_next is not None:  # type: ignore[attr-defined]
-        return random.getstate()
-    return _python_seen.state(_read_python)
-
-
-def _read_python() -> tuple[Any, bool]:
-    return random.getstate(), False
-
-
-_numpy_seen: _Seen | None = None
-_numpy_generator: Callable[[], Any] = lambda: None  # noqa: E731 - numpy's, once it was imported
+    return fast_rng.python_state() if fast_rng.ENABLED else random.getstate()
 
 
 def _numpy_state() -> Any:
-    if _numpy_seen is None or _numpy_seen.generator is not _numpy_generator():
-        _look_at_numpy()
-    return _read_numpy()[0] if _numpy_seen is None else _numpy_seen.state(_read_numpy)
+    return fast_rng.numpy_state(_read_numpy) if fast_rng.ENABLED else _read_numpy()
 
 
-def _look_at_numpy() -> None:
-    global _numpy_seen, _numpy_generator  # noqa: PLW0603
-    import numpy as np
-
-    _numpy_seen = None
-    if hasattr(np.random, "get_bit_generator"):  # numpy 1.24
-        _numpy_generator = np.random.get_bit_generator
-        generator = _numpy_generator()
-        if type(generator) is np.random.MT19937:
-            end = generator.ctypes.state_address + 4 * (_WORDS + 1)
-            _numpy_seen = _Seen(generator, end - _LOOK_BYTES)
-
-
-def _read_numpy() -> tuple[Any, bool]:
+def _read_numpy() -> Any:
     import numpy as np
 
     state = np.random.get_state(legacy=False)
     if state["bit_generator"] != "MT19937":
-        return _plain(state), True
+        return _plain(state)
     # In the order that transformers writes.
-    inner, waits = state["state"], int(state["has_gauss"])
-    return ("MT19937", inner["key"].tobytes(), int(inner["pos"]), waits, float(state["gauss"])), bool(waits)
+    inner = state["state"]
+    return "MT19937", inner["key"].tobytes(), int(inner["pos"]), int(state["has_gauss"]), float(state["gauss"])
 
 
 def _restore_numpy(state: Any) -> None:
     import numpy as np
 
-    if _numpy_seen is not None:
-        _numpy_seen.forget()
+    fast_rng.invalidate_numpy()
     if isinstance(state, Mapping):
         np.random.set_state(_arrays(state))
     else:
@@ -209,7 +146,7 @@ def _tensor(state: bytes | torch.Tensor | torch.Generator) -> torch.Tensor:
 
 
 def _plain(value: Any) -> Any:
-    """numpy's own types as Python's; arrays of words as lists."""
+    """Convert numpy's types to Python's, and arrays of words to lists."""
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
     return value.tolist() if hasattr(value, "tolist") else value

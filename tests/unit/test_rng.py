@@ -1,8 +1,11 @@
-"""A snapshot of the random number generators is what they themselves say, also where they are only looked at."""
+"""Snapshots of the random number generators equal what the generators report, with the fast path and without it."""
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +13,17 @@ import numpy as np
 import pytest
 import torch
 
-from reprieve import rng
+from reprieve import fast_rng
 from reprieve.rng import capture_rng, restore_rng, snapshot_rng
 
 
-def agree() -> None:
+@pytest.fixture(params=[True, False], ids=["fast", "plain"], autouse=True)
+def fast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(fast_rng, "ENABLED", request.param)
+    return bool(request.param)
+
+
+def assert_snapshots_are_right() -> None:
     for snapshot in (snapshot_rng(), snapshot_rng(as_bytes=False)):
         plain = snapshot.plain()
         assert plain["python"] == random.getstate()
@@ -23,65 +32,76 @@ def agree() -> None:
         assert torch.equal(plain["cpu"], torch.get_rng_state())
 
 
-def put_back_half_a_pair() -> None:
-    """The words are the same with it and without."""
+def restore_pending_normal_numbers() -> None:
+    """The words of the generators are the same with a pending number and without."""
     random.gauss(0, 1)
     np.random.normal()
     saved = capture_rng({})
     random.gauss(0, 1)
     np.random.normal()
-    agree()
+    assert_snapshots_are_right()
     restore_rng(saved, {})
 
 
 CHANGES: dict[str, Callable[[], Any]] = {
     "nothing": lambda: None,
     "python": random.random,
-    "python, half a pair": lambda: random.gauss(0, 1),
+    "python, pending normal number": lambda: random.gauss(0, 1),
     "python, seeded": lambda: random.seed(3),
-    "python, a round of its words": lambda: [random.random() for _ in range(312)],
+    "python, all words once": lambda: [random.random() for _ in range(312)],
     "numpy": np.random.rand,
-    "numpy, half a pair": np.random.normal,
+    "numpy, pending normal number": np.random.normal,
     "numpy, seeded": lambda: np.random.seed(3),
-    "numpy, a round of its words": lambda: np.random.rand(312),
+    "numpy, all words once": lambda: np.random.rand(312),
     "torch": lambda: torch.rand(()),
     "torch, seeded": lambda: torch.manual_seed(3),
-    "half a pair is put back": put_back_half_a_pair,
+    "pending normal numbers restored": restore_pending_normal_numbers,
 }
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_after(name: str) -> None:
-    agree()
+def test_snapshot_after_a_change(name: str) -> None:
+    assert_snapshots_are_right()
     for _ in range(2):
         CHANGES[name]()
-        agree()
+        assert_snapshots_are_right()
 
 
-def test_in_any_order() -> None:
+def test_snapshots_after_changes_in_any_order() -> None:
     order = random.Random(5)
     for _ in range(500):
         CHANGES[order.choice(list(CHANGES))]()
-        agree()
+        assert_snapshots_are_right()
 
 
-def test_another_generator_of_numpy() -> None:
-    own = np.random.get_bit_generator()
+def test_other_bit_generators_of_numpy() -> None:
+    original = np.random.get_bit_generator()
     try:
-        for other in (np.random.MT19937(4), np.random.PCG64(5)):
-            np.random.set_bit_generator(other)
-            drawn = capture_rng({}), np.random.rand()
-            restore_rng(drawn[0], {})
-            assert np.random.rand() == drawn[1]
+        for generator in (np.random.MT19937(4), np.random.PCG64(5)):
+            np.random.set_bit_generator(generator)
+            captured = capture_rng({})
+            expected = np.random.rand()
+            restore_rng(captured, {})
+            assert np.random.rand() == expected
     finally:
-        np.random.set_bit_generator(own)
-    agree()
+        np.random.set_bit_generator(original)
+    assert_snapshots_are_right()
 
 
-def test_what_did_not_change_is_not_read_again() -> None:
+def test_only_the_fast_path_keeps_an_unchanged_state(fast: bool) -> None:
     random.seed(1)
     np.random.seed(1)
-    one, other = snapshot_rng(), snapshot_rng()
-    assert rng._python_seen is not None
-    assert one.python is other.python
-    assert one.numpy is other.numpy
+    first, second = snapshot_rng(), snapshot_rng()
+    assert first == second
+    assert (first.python is second.python) == fast
+    assert (first.numpy is second.numpy) == fast
+
+
+@pytest.mark.parametrize(("value", "enabled"), [(None, True), ("1", True), ("0", False)])
+def test_environment_variable_turns_the_fast_path_off(value: str | None, enabled: bool) -> None:
+    environment = {key: text for key, text in os.environ.items() if key != "REPRIEVE_FAST_RNG"}
+    if value is not None:
+        environment["REPRIEVE_FAST_RNG"] = value
+    command = [sys.executable, "-c", "from reprieve import fast_rng; print(fast_rng.ENABLED)"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout == f"{enabled}\n"
