@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from reprieve.progress.snapshot import EVALUATING, SAVING, TRAINING, Checkpoints, Progress
+from reprieve.progress.snapshot import Checkpoints, Progress
 from reprieve.progress.tracker import Tracker
+from reprieve.run_state import RunState
 from tests.support.helpers import FakeClock
 
 AT = 1_700_000_000.0
@@ -21,7 +22,8 @@ ODD_NUMBERS = {"nan": math.nan, "inf": math.inf, "minus": -math.inf, "tiny": 5e-
 def progress(**changes: Any) -> Progress:
     """Half way."""
     known: dict[str, Any] = {
-        "at": AT, "state": TRAINING, "step": 150, "total_steps": 300, "epoch": 1.5, "total_epochs": 3, "percent": 50.0,
+        "at": AT, "state": RunState.TRAINING,
+        "step": 150, "total_steps": 300, "epoch": 1.5, "total_epochs": 3, "percent": 50.0,
         "eta_s": 90.4, "loss": 0.45231, "learning_rate": 5e-5, "accuracy": 0.9, "validation_loss": 0.5,
         "validation_accuracy": 0.8, "gradient_norm": 1.25, "samples_per_s": 32.0, "tokens_per_s": 65_536.0,
         "resumed_from": 100, "restarts": 2,
@@ -66,7 +68,7 @@ class Job:
         `slow`: every n-th step takes so many times as long."""
         self.clock, self.tracker = clock, tracker
         self.step, self.total, self.step_s, self.first_s = step, total, step_s, first_s
-        self.pauses = {EVALUATING: evaluation, SAVING: save}
+        self.pauses = {RunState.EVALUATING: evaluation, RunState.SAVING: save}
         self.says_when, self.jitter, self.slow = says_when, jitter, slow
         self._random = random.Random(0)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from reprieve.launch.rank_reports import Listener
+from reprieve.launcher_protocol import Listener
 from reprieve.progress import publisher
 from tests.support.helpers import FakeClock
 
@@ -25,10 +25,10 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def listener() -> Iterator[Listener]:
-    """A launcher's ear."""
-    one = Listener()
-    yield one
-    one.close()
+    """The launcher's end of the protocol."""
+    listener = Listener()
+    yield listener
+    listener.close()
 
 
 @pytest.fixture

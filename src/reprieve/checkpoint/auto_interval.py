@@ -1,8 +1,8 @@
-"""How often to save, where the user leaves it to us: from what a save costs, and how often work is lost.
+"""Chooses the save interval for `every="auto"`, from the cost of a save and the rate at which work is lost.
 
-Saving costs time, and so does doing again what was not saved. With saves of C seconds and M seconds between two
-interruptions that lose work the sum is least at an interval of about √(2CM) (Young 1974); Daly (2006) has more terms,
-which matter when C is not small against M. A stop that is told in time loses nothing and counts for nothing here.
+Saving costs time, and so does repeating work that was not saved. With saves of C seconds, and M seconds between two
+interruptions that lose work, the sum is smallest at an interval of about √(2CM) (Young 1974). Daly (2006) adds terms
+that matter when C is not small against M. A stop with enough notice to save loses no work and does not count.
 """
 
 from __future__ import annotations
@@ -13,28 +13,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
+from reprieve.launcher_protocol import INTERRUPTIONS
+
 FIRST = timedelta(minutes=1)
-"""Until a save was made, nobody knows what one costs."""
+"""The interval until the first save has shown what a save costs."""
 _SHORTEST_S = 1.0
 _LONGEST_S = 3600.0
-_BEFORE_S = 86400.0
-"""What is assumed before anything was seen: one interruption a day, as on demand; spot machines soon correct it."""
-
-INTERRUPTIONS = "REPRIEVE_INTERRUPTIONS"
-"""`3/7200`: how often work was lost, in how many seconds of training. The launcher knows, from the run record."""
+_PRIOR_S = 86400.0
+"""The time between interruptions to assume at first: one a day, as on demand. Spot machines soon correct it."""
 
 
 def best_interval(cost_s: float, between_s: float) -> float:
-    """Seconds between the end of one save and the begin of the next."""
+    """Seconds from the end of a save to the start of the next.
+
+    `cost_s`: how long a save blocks training. `between_s`: the time between two interruptions that lose work.
+    """
     if cost_s >= 2 * between_s:
         return between_s
-    part = cost_s / (2 * between_s)
-    return math.sqrt(2 * cost_s * between_s) * (1 + math.sqrt(part) / 3 + part / 9) - cost_s
+    ratio = cost_s / (2 * between_s)
+    return math.sqrt(2 * cost_s * between_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s
 
 
 @dataclass(slots=True)
 class AutoInterval:
-    """The interval of one run, as it is known now."""
+    """The best interval of one run, as far as its saves and interruptions show."""
 
     interruptions: int = 0
     trained_s: float = 0.0
@@ -49,13 +51,13 @@ class AutoInterval:
             return cls()
 
     def saved(self, cost_s: float) -> None:
-        """A save has held training up for so long. The next will, about."""
+        """Note how long a save blocked training: an estimate for the next one."""
         self._cost_s = cost_s if self._cost_s is None else 0.5 * self._cost_s + 0.5 * cost_s
 
     def interval(self, training_s: float) -> timedelta:
-        """`training_s`: how long this process has trained, without an interruption."""
+        """The time from a save to the next. `training_s`: how long this process has trained without interruption."""
         if self._cost_s is None:
             return FIRST
-        between_s = (_BEFORE_S + self.trained_s + training_s) / (1 + self.interruptions)
+        between_s = (_PRIOR_S + self.trained_s + training_s) / (1 + self.interruptions)
         best = best_interval(max(self._cost_s, 1e-6), between_s)
         return timedelta(seconds=min(max(best, _SHORTEST_S), _LONGEST_S))

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
+from reprieve import exit_codes
 from reprieve._version import __version__
 from reprieve.errors import ConfigError, ReprieveError
 
@@ -41,21 +42,22 @@ def execute(words: Sequence[str]) -> int:
     """The exit code of `reprieve WORDS…`."""
     if not words or words[0] in ("-h", "--help", "help"):
         print(_help())
-        return 0 if words else 2
+        return 0 if words else exit_codes.USAGE_ERROR
     if words[0] == "--version":
         print(__version__)
         return 0
     name, rest = words[0], words[1:]
     if name not in COMMANDS:
         print(f"reprieve: there is no command {name!r}\n\n{_help()}", file=sys.stderr)
-        return 2
+        return exit_codes.USAGE_ERROR
     try:
         command = import_module(f"reprieve.cli.{name}")
         return int(command.main(_parser(name, command).parse_args(rest)))
     except ReprieveError as error:
         print(f"error: {error}", file=sys.stderr)
         # What starts a training ends like one: a setting that is wrong needs a person.
-        return 42 if name in _TRAINS and isinstance(error, ConfigError) else 2
+        is_permanent = name in _TRAINS and isinstance(error, ConfigError)
+        return exit_codes.PERMANENT_FAILURE if is_permanent else exit_codes.USAGE_ERROR
     except BrokenPipeError:  # `reprieve ls | head`
         sys.stderr.close()
         return 0

@@ -72,7 +72,7 @@ def as_dict(one: CheckpointInfo) -> dict[str, Any]:
         "epoch": manifest.epoch if manifest else None,
         "created": one.created.isoformat(),
         "bytes": one.bytes,
-        "valid": None if one.foreign else one.problem is None,
+        "valid": None if one.is_foreign else one.problem is None,
         "problem": one.problem,
         "run": manifest.run if manifest else None,
         "attempt": manifest.attempt if manifest else None,

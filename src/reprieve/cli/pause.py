@@ -12,9 +12,9 @@ from rich.text import Text
 
 from reprieve.cli.output import talk
 from reprieve.errors import ConfigError
-from reprieve.launch.rank_reports import PAUSE, tell
-from reprieve.launch.runs.outcome import PAUSED
 from reprieve.launch.runs.run_record import Runs
+from reprieve.launcher_protocol import Pause, send_once
+from reprieve.run_state import RunState
 
 _LOOK_S = 0.05
 
@@ -30,7 +30,7 @@ def main(args: Namespace) -> int:
     record = runs.find(run)
     if not record.alive:
         raise ConfigError(f"{run} is not running: {record.state_now}")
-    if not tell(record.socket, PAUSE):
+    if not send_once(Pause(), record.socket):
         raise ConfigError(
             f"{run} does not answer (its launcher has pid {record.pid}): kill -TERM {record.pid} stops it, too"
         )
@@ -41,5 +41,7 @@ def main(args: Namespace) -> int:
             time.sleep(_LOOK_S)
             record = runs.find(run)
     record = runs.find(run)
-    talk.print(f"{record.reason}. Go on with: reprieve resume {run}" if record.state == PAUSED else record.reason)
-    return 0 if record.state == PAUSED else 1
+    talk.print(
+        f"{record.reason}. Go on with: reprieve resume {run}" if record.state == RunState.PAUSED else record.reason
+    )
+    return 0 if record.state == RunState.PAUSED else 1

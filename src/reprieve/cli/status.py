@@ -19,9 +19,16 @@ from rich.text import Text
 
 from reprieve.cli.output import ago, data, duration, print_json, talk
 from reprieve.launch.runs.goodput import time_spent
-from reprieve.launch.runs.run_record import LOST, RUNNING, RunRecord, Runs
+from reprieve.launch.runs.run_record import RunRecord, Runs
+from reprieve.run_state import RunState
 
-_COLOURS = {"finished": "green", RUNNING: "green", "failed": "red", "hung": "red", LOST: "red"}
+_COLOURS = {
+    RunState.FINISHED: "green",
+    RunState.RUNNING: "green",
+    RunState.FAILED: "red",
+    RunState.HUNG: "red",
+    RunState.LOST: "red",
+}
 
 
 def arguments(parser: ArgumentParser) -> None:
@@ -54,7 +61,7 @@ def as_dict(one: RunRecord) -> dict[str, Any]:
         "pid": one.pid if one.alive else None,
         "step": one.step,
         "done": one.done,
-        "eta_s": one.eta_s if one.state_now == RUNNING else None,
+        "eta_s": one.eta_s if one.state_now == RunState.RUNNING else None,
         "attempts": len(one.attempts),
         "restarts": one.restarts,
         "checkpoints": one.checkpoints,
@@ -117,7 +124,7 @@ def _state(one: RunRecord) -> Text:
 
 
 def _left(one: RunRecord) -> str:
-    return duration(one.eta_s) if one.eta_s is not None and one.state_now == RUNNING else ""
+    return duration(one.eta_s) if one.eta_s is not None and one.state_now == RunState.RUNNING else ""
 
 
 def _checkpoint(one: RunRecord) -> str:

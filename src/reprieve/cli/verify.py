@@ -31,7 +31,7 @@ def arguments(parser: ArgumentParser) -> None:
 
 def main(args: Namespace) -> int:
     found = checkpoints_at(args.target)
-    found = [one for one in found if not one.set_aside] or found
+    found = [one for one in found if not one.is_quarantined] or found
     if not found:
         talk.print(f"no checkpoints in {args.target}")
     results = [result for one in found if (result := _verify_one(one)) is not None]

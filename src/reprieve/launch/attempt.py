@@ -24,8 +24,9 @@ from typing import Any
 from reprieve.launch.command import Command
 from reprieve.launch.output_relay import OutputLog, OutputRelay
 from reprieve.launch.process import Child
-from reprieve.launch.rank_reports import PAUSE, JobStatus, Listener
+from reprieve.launch.rank_status import JobStatus
 from reprieve.launch.runs.outcome import AttemptResult
+from reprieve.launcher_protocol import Listener, Pause, Report
 
 log = logging.getLogger("reprieve")
 
@@ -187,11 +188,11 @@ class Attempt:
         elif number in _PASSED_ON:
             self.child.signal(number)
 
-    def _told(self, told: dict[str, Any]) -> None:
-        if told["event"] == PAUSE:
+    def _told(self, told: Report) -> None:
+        if isinstance(told.message, Pause):
             self.request_stop("reprieve pause", paused=True)
             return
-        self.seen.take(told)
+        self.seen.update(told)
         if self.seen.stopping is not None and self.stop is None and self._end_by is None and self._refused_at is None:
             # A cloud's notice, a rank on another machine, or a SIGTERM that the launcher has not sent. torchrun must
             # not start its ranks again in place.
@@ -214,7 +215,7 @@ class Attempt:
             self._end_by = now + _ASKED_S
             self._tell_to_stop()
         elif self.hang is not None and self.stop is None and self.hung_s is None:
-            last = self.seen.heard_at()
+            last = self.seen.last_report_at
             if last is not None and now - last > self.hang.total_seconds() and not self.seen.finished:
                 self._found_hanging(now - last)
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from reprieve import exit_codes
 from reprieve.errors import ReprieveError
 
 
@@ -58,11 +59,11 @@ def parse(words: Sequence[str], env: Mapping[str, str] = os.environ) -> Command:
     """Raises NotFound, with what to do about it."""
     words = words[1:] if words[:1] == ["--"] else words
     if not words:
-        raise NotFound("there is no command to run: reprieve run python train.py", 2)
+        raise NotFound("there is no command to run: reprieve run python train.py", exit_codes.USAGE_ERROR)
     first = words[0]
     if first.endswith(".py") and not os.access(first, os.X_OK):
         if not Path(first).is_file():
-            raise NotFound(f"{first} does not exist (in {Path.cwd()})", 127)
+            raise NotFound(f"{first} does not exist (in {Path.cwd()})", exit_codes.COMMAND_NOT_FOUND)
         return Command(tuple(words), (sys.executable, *words))
     if first.endswith(".py") and os.sep not in first and Path(first).is_file():
         return Command(tuple(words), (str(Path(first).absolute()), *words[1:]))
@@ -74,7 +75,10 @@ def parse(words: Sequence[str], env: Mapping[str, str] = os.environ) -> Command:
         path = Path(first)
         if os.sep in first and path.exists():
             raise NotFound(
-                f"{first} cannot be executed: is it a program? (chmod +x, or put an interpreter before it)", 126
+                f"{first} cannot be executed: is it a program? (chmod +x, or put an interpreter before it)",
+                exit_codes.CANNOT_EXECUTE,
             )
-        raise NotFound(f"{first}: no such command. Is it installed, and is its environment active?", 127)
+        raise NotFound(
+            f"{first}: no such command. Is it installed, and is its environment active?", exit_codes.COMMAND_NOT_FOUND
+        )
     return Command(tuple(words), (found, *words[1:]))

@@ -29,9 +29,9 @@ from reprieve.launch.command import Command
 from reprieve.launch.import_hook import finder
 from reprieve.launch.output_relay import OutputLog
 from reprieve.launch.process import become_subreaper
-from reprieve.launch.rank_reports import JobStatus, Listener
+from reprieve.launch.rank_status import JobStatus
 from reprieve.launch.runs.outcome import AttemptResult
-from reprieve.progress.report import LAUNCHER
+from reprieve.launcher_protocol import LAUNCHER_SOCKET, Listener
 from reprieve.settings import Settings
 from reprieve.storage.uri import DRILL, for_run, local_path
 
@@ -144,7 +144,7 @@ class Drill:
             report.problems.append(
                 f"it was still running {self.timeout.total_seconds():g} s after the signal, and was killed"
             )
-        elif not any(one.get("saved") for one in seen.stopped):
+        elif not seen.was_saved_at_stop:
             report.problems.append("it was told to stop, and saved nothing: see what it said above")
         return seen
 
@@ -184,7 +184,7 @@ class Drill:
 
         listener = Listener()
         try:
-            told = {**env, LAUNCHER: str(listener.path)}
+            told = {**env, LAUNCHER_SOCKET: str(listener.path)}
             attempt = Attempt(
                 self.command,
                 told,
@@ -216,7 +216,7 @@ class Drill:
         from reprieve.checkpoint.folder.catalog import list_checkpoints
 
         found = (
-            [one for one in list_checkpoints(original) if one.problem is None and not one.set_aside]
+            [one for one in list_checkpoints(original) if one.problem is None and not one.is_quarantined]
             if original.is_dir()
             else []
         )
@@ -255,21 +255,21 @@ def _measure(report: Report, attempt: Attempt, ended_at: float) -> None:
     assert attempt.stop is not None
     sent = attempt.stop.at
     told = attempt.seen.stopped
-    spent_on_us = max((float(one.get("fingerprint_s") or 0.0) for one in told), default=0.0)
+    spent_on_us = max((one.fingerprint_s for one in told), default=0.0)
     report.needed_s = ended_at - sent - spent_on_us
-    times = [one["times"] for one in told]
+    times = [one.times for one in told]
     if times:
         agreed = max(one["agreed"] for one in times) - sent
         durable = max(one.get("durable", one["agreed"]) for one in times) - sent
         report.agreement_s, report.save_s = agreed, durable - agreed
         report.exit_s = report.needed_s - durable
-    report.bytes = max((int(one.get("bytes") or 0) for one in attempt.seen.saves), default=0)
+    report.bytes = max((save.bytes for save in attempt.seen.saves), default=0)
 
 
 def _compare(report: Report, before: JobStatus, after: JobStatus) -> None:
     """Is the state after the restart the one at the stop?"""
     for number, rank in sorted(before.ranks.items()):
-        saved: dict[str, str] = (rank.stopped or {}).get("fingerprints") or {}
+        saved = rank.stopped.fingerprints if rank.stopped is not None else {}
         restored = after.ranks[number].fingerprints if number in after.ranks else {}
         if not saved or not restored:
             report.problems.append(f"rank {number} did not report its state: whether it is restored is not known")

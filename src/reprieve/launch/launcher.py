@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from reprieve import redaction
+from reprieve import exit_codes, redaction
 from reprieve.launch.attempt import STOPS, Attempt, Signals
 from reprieve.launch.command import Command
 from reprieve.launch.import_hook import finder
@@ -26,14 +26,14 @@ from reprieve.launch.messages import exit_message, say
 from reprieve.launch.output_relay import OutputLog
 from reprieve.launch.page_cache_warmup import PageCacheWarmup
 from reprieve.launch.process import become_subreaper
-from reprieve.launch.rank_reports import Listener
-from reprieve.launch.runs import goodput, outcome, run_record
+from reprieve.launch.runs import goodput, outcome
 from reprieve.launch.runs.next_start import NextStart, find_next_start
 from reprieve.launch.runs.outcome import AttemptResult, Outcome
 from reprieve.launch.runs.restart_policy import RestartPolicy, Retry
 from reprieve.launch.runs.run_record import RunFolder, RunRecord, Runs, default_name
+from reprieve.launcher_protocol import INTERRUPTIONS, LAUNCHER_SOCKET, Listener, Pause
 from reprieve.preemption.deadline import NO_LIMIT_S, Grace, resolve_grace_period
-from reprieve.progress.report import LAUNCHER
+from reprieve.run_state import RunState
 from reprieve.settings import KINDS, Settings
 from reprieve.storage.uri import shown
 
@@ -54,7 +54,7 @@ class Launcher:
     """Of a run that is resumed. Its checkpoints know it by `settings.name`, if its user gave it one."""
     runs: Runs = field(default_factory=Runs)
     env: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    grace: Grace = field(init=False)
+    grace_period: Grace = field(init=False)
     _record: RunRecord = field(init=False)
     _folder: RunFolder = field(init=False)
     _listener: Listener = field(init=False)
@@ -101,7 +101,7 @@ class Launcher:
                 f"{ended.words}. Starting again in {again.wait_s:.1f} s "
                 f"({restarts.used} of {self.settings.max_restarts})"
             )
-            self._change(run_record.WAITING, ended.words)
+            self._change(RunState.WAITING, ended.words)
             if (stopped := _told_while_waiting(signals, self._listener, again.wait_s)) is not None:
                 ended = stopped
                 break
@@ -114,14 +114,14 @@ class Launcher:
         self._announced = None
         entry = goodput.AttemptRecord(time.time())
         self._record.attempts.append(entry)
-        self._change(run_record.STARTING)
+        self._change(RunState.STARTING)
         attempt = Attempt(
             self.command,
             self._environment(first=first),
             signals,
             self._listener,
             output,
-            self.grace.period if self.grace.certain else None,
+            self.grace_period.period if self.grace_period.certain else None,
             self.settings.hang_timeout,
             self._on_change,
         )
@@ -131,33 +131,35 @@ class Launcher:
             try:
                 ended = attempt.run()
             except OSError as error:
-                code = 127 if isinstance(error, FileNotFoundError) else 126
-                entry.end(time.time(), outcome.FAILED)
-                return Outcome(outcome.FAILED, code, f"{self.command.argv[0]} cannot be started: {error.strerror}")
+                code = (
+                    exit_codes.COMMAND_NOT_FOUND if isinstance(error, FileNotFoundError) else exit_codes.CANNOT_EXECUTE
+                )
+                entry.end(time.time(), RunState.FAILED)
+                return Outcome(RunState.FAILED, code, f"{self.command.argv[0]} cannot be started: {error.strerror}")
         if attempt.seen.torch and not attempt.seen.protected and ended.code == 0:
             self._tell_unprotected()
         self._note_progress(attempt)
         result = outcome.outcome(replace(ended, next_start=self._next_start(ended, first=first)))
         offset = time.time() - time.monotonic()
-        if result.code == 0 or any(one.get("saved") for one in attempt.seen.stopped):
-            entry.kept_until = (attempt.seen.ended_at or time.monotonic()) + offset
+        if result.code == 0 or attempt.seen.was_saved_at_stop:
+            entry.kept_until = (attempt.seen.last_step_at or time.monotonic()) + offset
         entry.end(time.time(), result.state)
         return result
 
     def _environment(self, *, first: bool) -> dict[str, str]:
-        env = {**self.env, **self.settings.environment(), LAUNCHER: str(self._listener.path)}
-        if self.grace.certain and self.grace.period is not None:
-            env[KINDS["grace_period"].env] = KINDS["grace_period"].write(self.grace.period)
+        env = {**self.env, **self.settings.environment(), LAUNCHER_SOCKET: str(self._listener.path)}
+        if self.grace_period.certain and self.grace_period.period is not None:
+            env[KINDS["grace_period"].env] = KINDS["grace_period"].write(self.grace_period.period)
         # torchrun's first 30 s; its second, after the first rank has ended, no rank lets begin (docs/run.md).
-        known = self.grace.period.total_seconds() if self.grace.period is not None else NO_LIMIT_S
+        known = self.grace_period.period.total_seconds() if self.grace_period.period is not None else NO_LIMIT_S
         env.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(known)))
         env.setdefault("PYTHONUNBUFFERED", "1")  # our pipe is not the terminal that it would flush lines to
         if self.settings.fresh and not first:
             env[KINDS["fresh"].env] = "true"  # to start over is for the first attempt alone
         count, training = goodput.losses(
-            self._record.attempts, (outcome.FAILED, outcome.HUNG, run_record.LOST), time.time()
+            self._record.attempts, (RunState.FAILED, RunState.HUNG, RunState.LOST), time.time()
         )
-        env["REPRIEVE_INTERRUPTIONS"] = f"{count}/{training:.0f}"
+        env[INTERRUPTIONS] = f"{count}/{training:.0f}"
         finder.add_to(env)
         return env
 
@@ -188,7 +190,7 @@ class Launcher:
             fresh.checkpoints = fresh.checkpoints or earlier.checkpoints
             fresh.checkpoint_step, fresh.checkpoint_at = earlier.checkpoint_step, earlier.checkpoint_at
             if fresh.attempts and fresh.attempts[-1].ended is None:
-                fresh.attempts[-1].end(earlier.updated, run_record.LOST)
+                fresh.attempts[-1].end(earlier.updated, RunState.LOST)
         fresh.mine()
         fresh.socket = str(self._listener.path)
         return fresh
@@ -203,11 +205,11 @@ class Launcher:
             self._warming.stop()
         self._note_progress(attempt)
         if attempt.stop is not None:
-            state, reason = run_record.STOPPING, attempt.stop.reason
+            state, reason = RunState.STOPPING, attempt.stop.reason
         elif seen.ranks or attempt.child.code is not None:
-            state, reason = run_record.RUNNING, ""
+            state, reason = RunState.RUNNING, ""
         else:
-            state, reason = run_record.STARTING, ""
+            state, reason = RunState.STARTING, ""
         known = (state, self._record.done is not None)
         if known != self._written or time.monotonic() - self._written_at > _WRITE_EVERY_S:
             self._written = known
@@ -230,10 +232,10 @@ class Launcher:
         if seen.saved_step is not None and seen.saved_step != mine.checkpoint_step:
             mine.checkpoint_step, mine.checkpoint_at = seen.saved_step, time.time()
         if seen.saves:
-            entry.kept_until = float(seen.saves[-1]["began"]) + offset
+            entry.kept_until = seen.saves[-1].began + offset
         mine.eta_s = seen.eta_s
 
-    def _change(self, state: str, reason: str = "", code: int | None = None) -> None:
+    def _change(self, state: RunState, reason: str = "", code: int | None = None) -> None:
         self._record.state, self._record.reason, self._record.exit_code = state, reason, code
         self._written_at = time.monotonic()
         self._folder.write(self._record)
@@ -267,9 +269,9 @@ def _told_while_waiting(signals: Signals, listener: Listener, wait_s: float) -> 
         for number in signals.read():
             if number in STOPS or number == signal.SIGINT:
                 why = signal.Signals(number).name
-                return Outcome(outcome.PREEMPTED, outcome.STOPPED, f"stopped by {why} between two attempts")
-        if any(told["event"] == "pause" for told in listener.read()):
-            return Outcome(outcome.PAUSED, outcome.STOPPED, "stopped by reprieve pause between two attempts")
+                return Outcome(RunState.PREEMPTED, exit_codes.PREEMPTED, f"stopped by {why} between two attempts")
+        if any(isinstance(told.message, Pause) for told in listener.read()):
+            return Outcome(RunState.PAUSED, exit_codes.PREEMPTED, "stopped by reprieve pause between two attempts")
     return None
 
 

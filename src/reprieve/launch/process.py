@@ -16,6 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from reprieve import exit_codes
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LOOK_S = 0.02
@@ -39,7 +41,7 @@ class Child:
             os.setpgid(0, 0)
             _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
             if os.getppid() != parent:
-                os._exit(143)  # the launcher was gone before we asked to be told
+                os._exit(exit_codes.PREEMPTED)  # the launcher was gone before we asked to be told
 
         self._process = subprocess.Popen(  # noqa: S603 - what the user typed, and no shell
             list(argv),

@@ -16,15 +16,10 @@ import threading
 from types import TracebackType
 from typing import NoReturn
 
+from reprieve import exit_codes
 from reprieve.errors import is_permanent
 
 log = logging.getLogger("reprieve")
-
-PREEMPTED = 143
-"""As a shell says it of a process that SIGTERM ended."""
-REFUSED = 42
-"""Will never work without a person."""
-
 
 _FLUSH_S = 0.2
 
@@ -34,7 +29,7 @@ class Preempted(SystemExit):
     process exits with 143; let it pass. One that is caught is raised again at the next boundary."""
 
     def __init__(self, reason: str = "") -> None:
-        super().__init__(PREEMPTED)
+        super().__init__(exit_codes.PREEMPTED)
         self.reason = reason
 
 
@@ -54,12 +49,12 @@ class ProcessExit:
 
             def uncaught(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
                 if self._code is None and is_permanent(error):
-                    self._code = REFUSED
+                    self._code = exit_codes.PERMANENT_FAILURE
                 before(kind, error, at)
 
             sys.excepthook = uncaught
 
-    def schedule(self, seconds: float, code: int = PREEMPTED, *, why: str = "", decided: bool = True) -> None:
+    def schedule(self, seconds: float, code: int = exit_codes.PREEMPTED, *, why: str = "", decided: bool = True) -> None:
         """The process ends with this code: by itself, or when so many seconds have passed. Not `decided`: if it ends by
         itself, then as it likes."""
         if decided:
@@ -68,7 +63,7 @@ class ProcessExit:
 
     def exit_now(self) -> None:
         """With 143, from any thread, whatever the others do."""
-        _end(PREEMPTED)
+        _end(exit_codes.PREEMPTED)
 
     def raise_or_exit(self, stopped: Preempted) -> NoReturn:
         """Everything is saved. On another thread than the main one an exception would end that thread, and the script

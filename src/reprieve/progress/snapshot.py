@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-STARTING, TRAINING, EVALUATING, SAVING = "starting", "training", "evaluating", "saving"
-STOPPED, FAILED, FINISHED = "stopped", "failed", "finished"
-STATES = (STARTING, TRAINING, EVALUATING, SAVING, STOPPED, FAILED, FINISHED)
-ENDS = (STOPPED, FAILED, FINISHED)
+from reprieve.run_state import RunState
+
+_ENDED_STATES = (RunState.STOPPED, RunState.FAILED, RunState.FINISHED)
+STATES = (RunState.STARTING, RunState.TRAINING, RunState.EVALUATING, RunState.SAVING, *_ENDED_STATES)
+"""The states that a training process reports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +41,7 @@ class Progress:
 
     at: float
     """When something was last heard of training, in seconds since the epoch: no fresher than what it tells."""
-    state: str = STARTING
+    state: RunState = RunState.STARTING
     reason: str | None = None
     """Why it was stopped or failed."""
     saved: bool | None = None
@@ -73,4 +74,4 @@ class Progress:
     @property
     def ended(self) -> bool:
         """Nothing more will come."""
-        return self.state in ENDS
+        return self.state in _ENDED_STATES

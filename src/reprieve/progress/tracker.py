@@ -19,8 +19,9 @@ from typing import Any
 from reprieve.clock import Clock, SystemClock
 from reprieve.progress.eta import left
 from reprieve.progress.metrics import EVALUATION, TRAIN, by_origin, detached, named, plain
-from reprieve.progress.snapshot import FAILED, FINISHED, STARTING, STOPPED, TRAINING, Checkpoints, Progress
+from reprieve.progress.snapshot import Checkpoints, Progress
 from reprieve.progress.throughput import ThroughputMeter
+from reprieve.run_state import RunState
 
 
 class Tracker:
@@ -52,8 +53,8 @@ class Tracker:
         self._train: Mapping[str, Any] = {}
         self._evaluation: Mapping[str, Any] = {}
         self._checkpoints = Checkpoints(enabled=checkpointing)
-        self._doing: str | None = None
-        self._end: tuple[str, str | None, bool | None] | None = None
+        self._doing: RunState | None = None
+        self._end: tuple[RunState, str | None, bool | None] | None = None
 
     def plan(self, total_steps: int | None = None, total_epochs: float | None = None) -> None:
         """How much there is to do, where that is known only later."""
@@ -83,7 +84,7 @@ class Tracker:
             self._pace.tokens = tokens
 
     @contextlib.contextmanager
-    def pausing(self, what: str, every: int | None = None) -> Iterator[None]:
+    def pausing(self, what: RunState, every: int | None = None) -> Iterator[None]:
         """While training stands still for something: `EVALUATING` or `SAVING`. Its time is not step time. `every`:
         after how many steps it comes again, where that is known."""
         before, self._doing = self._doing, what
@@ -133,14 +134,14 @@ class Tracker:
 
     def stopped(self, reason: str, *, saved: bool) -> None:
         """By a preemption or a pause; the next start goes on."""
-        self._ends(STOPPED, reason, saved)
+        self._ends(RunState.STOPPED, reason, saved)
 
     def failed(self, reason: str) -> None:
-        self._ends(FAILED, reason)
+        self._ends(RunState.FAILED, reason)
 
     def finished(self) -> None:
         """There is nothing left to train."""
-        self._ends(FINISHED)
+        self._ends(RunState.FINISHED)
 
     @property
     def ended(self) -> bool:
@@ -155,7 +156,7 @@ class Tracker:
         if epoch is not None and not math.isfinite(epoch):
             epoch = None
         state, reason, saved = self._end or (self._state(step), None, None)
-        percent, eta_s = self._left(step, epoch, finished=state == FINISHED)
+        percent, eta_s = self._left(step, epoch, finished=state == RunState.FINISHED)
         samples_per_s, tokens_per_s = self._pace.rates()
         silent_s = self._clock.monotonic() - max(self._pace.at, self._touched)
         return Progress(
@@ -203,10 +204,10 @@ class Tracker:
             fraction = min(1.0, max(0.0, fraction))
         return replace(self._checkpoints, saving=step, saving_fraction=fraction)
 
-    def _state(self, step: int) -> str:
+    def _state(self, step: int) -> RunState:
         if self._doing is not None:
             return self._doing
-        return TRAINING if step != (self._resumed_from or 0) else STARTING
+        return RunState.TRAINING if step != (self._resumed_from or 0) else RunState.STARTING
 
     def _numbers(self) -> tuple[dict[str, float], dict[str, float]]:
         """Each value is read once. Not under the lock: to read a tensor is to wait for its GPU."""
@@ -224,7 +225,7 @@ class Tracker:
             self._checkpoints = replace(self._checkpoints, **facts)
         self._touch()
 
-    def _ends(self, state: str, reason: str | None = None, saved: bool | None = None) -> None:
+    def _ends(self, state: RunState, reason: str | None = None, saved: bool | None = None) -> None:
         """The first word holds: what is said while everything is torn down is a consequence."""
         with self._lock:
             if self._end is None:

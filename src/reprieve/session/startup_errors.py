@@ -7,9 +7,8 @@ import os
 from collections.abc import Iterator
 
 from reprieve.errors import is_permanent
+from reprieve.launcher_protocol import Refused, Reporter
 from reprieve.preemption.process_exit import process_exit
-from reprieve.progress import report
-from reprieve.progress.report import Reporter
 
 
 @contextlib.contextmanager
@@ -21,7 +20,7 @@ def reporting_startup_errors() -> Iterator[None]:
     except Exception as error:
         if is_permanent(error):
             reporter = Reporter(_number("RANK", 0), _number("WORLD_SIZE", 1))
-            reporter.send(report.REFUSED, error=f"{type(error).__name__}: {error}")
+            reporter.send(Refused(error=f"{type(error).__name__}: {error}"))
             reporter.close()
         raise
 

@@ -7,8 +7,9 @@ from datetime import timedelta
 import numpy as np
 import pytest
 
-from reprieve.checkpoint.auto_interval import FIRST, INTERRUPTIONS, AutoInterval, best_interval
+from reprieve.checkpoint.auto_interval import FIRST, AutoInterval, best_interval
 from reprieve.checkpoint.schedule import Schedule
+from reprieve.launcher_protocol import INTERRUPTIONS
 from tests.support.helpers import FakeClock
 
 DAY_S = 86400.0

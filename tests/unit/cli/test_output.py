@@ -48,9 +48,9 @@ def test_names_with_brackets_are_printed_as_they_are(tmp_path: Path, capsys: pyt
     assert f"{root}/checkpoint-1" in shown and "[red]run[/] :smile:, attempt 1" in shown
     commit.quarantine(Disk(), root / "checkpoint-1", "tensor [bold]x[/y] is damaged")
     assert execute(["ls", str(root)]) == 0
-    assert "set aside: tensor [bold]x[/y] is damaged" in capsys.readouterr().out
+    assert "quarantined: tensor [bold]x[/y] is damaged" in capsys.readouterr().out
     assert execute(["verify", str(root)]) == 1
-    assert "checkpoint-1.set-aside: not valid: set aside: tensor [bold]x[/y] is damaged" in capsys.readouterr().out
+    assert "checkpoint-1.set-aside: not valid: quarantined: tensor [bold]x[/y] is damaged" in capsys.readouterr().out
     commit.remove(Disk(), root / "checkpoint-1.set-aside")
     for command in ("ls", "verify"):
         assert execute([command, str(root)]) == 0
@@ -107,7 +107,7 @@ def test_where_all_were_set_aside_none_is_valid(tmp_path: Path, capsys: pytest.C
     for step in range(count):
         commit.quarantine(Disk(), tmp_path / f"checkpoint-{step}", "damaged")
     assert execute(["verify", str(tmp_path)]) == 1
-    assert capsys.readouterr().out.count("not valid: set aside: damaged") == count
+    assert capsys.readouterr().out.count("not valid: quarantined: damaged") == count
     run_with(tmp_path, 5)
     assert execute(["verify", str(tmp_path)]) == 0
-    assert "set aside" not in capsys.readouterr().out
+    assert "quarantined" not in capsys.readouterr().out

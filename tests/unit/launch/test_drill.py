@@ -13,15 +13,18 @@ from reprieve.checkpoint.state.fingerprint import fingerprints, parts_of
 from reprieve.checkpoint.state.state import State
 from reprieve.cli import COMMANDS, execute
 from reprieve.launch.drill import _TIMED_OUT, Report, _compare, _judge, _not_started
-from reprieve.launch.rank_reports import JobStatus, RankStatus
+from reprieve.launch.rank_status import JobStatus, RankStatus
 from reprieve.launch.runs.outcome import AttemptResult
+from reprieve.launcher_protocol import Stopped
 from reprieve.storage.uri import DRILL, for_run, original_path
 
 
 def seen(*ranks: dict[str, str], stopped: bool) -> JobStatus:
     found = JobStatus()
     for number, parts in enumerate(ranks):
-        found.ranks[number] = RankStatus(number, stopped={"fingerprints": parts} if stopped else None)
+        found.ranks[number] = RankStatus(
+            number, stopped=Stopped(step=1, saved=True, fingerprints=parts) if stopped else None
+        )
         found.ranks[number].fingerprints = {} if stopped else parts
     return found
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from reprieve.progress.snapshot import EVALUATING, SAVING
 from reprieve.progress.tracker import Tracker
+from reprieve.run_state import RunState
 from tests.support.helpers import FakeClock
 from tests.support.progress_kit import Job
 
@@ -90,9 +90,9 @@ def test_one_interruption_in_another_is_counted_once(clock: FakeClock) -> None:
         clock.advance(1.0)
         tracker.step(step)
         if step % 10 == 0:
-            with tracker.pausing(EVALUATING):
+            with tracker.pausing(RunState.EVALUATING):
                 clock.advance(4.0)
-                with tracker.pausing(SAVING):
+                with tracker.pausing(RunState.SAVING):
                     clock.advance(1.0)
     assert tracker.snapshot().eta_s == pytest.approx(1_500.0)
 
@@ -104,7 +104,7 @@ def test_two_evaluations_at_one_step_are_a_longer_one(clock: FakeClock) -> None:
         clock.advance(1.0)
         tracker.step(step)
         for _ in range(2 if step % 10 == 0 else 0):
-            with tracker.pausing(EVALUATING):
+            with tracker.pausing(RunState.EVALUATING):
                 clock.advance(2.0)
     assert tracker.snapshot().eta_s == pytest.approx(1_400.0)
 
@@ -113,7 +113,7 @@ def test_an_evaluation_in_the_middle_of_a_step_is_no_part_of_it(clock: FakeClock
     tracker = Tracker(clock=clock, total_steps=1_000)
     for step in range(1, 21):
         clock.advance(0.5)
-        with tracker.pausing(EVALUATING):
+        with tracker.pausing(RunState.EVALUATING):
             clock.advance(9.0)
         clock.advance(0.5)
         tracker.step(step)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from reprieve.progress.snapshot import EVALUATING, SAVING, Checkpoints
+from reprieve.progress.snapshot import Checkpoints
 from reprieve.progress.tracker import Tracker
+from reprieve.run_state import RunState
 from tests.support.helpers import FakeClock
 
 
@@ -54,7 +55,7 @@ def test_speed(tracker: Tracker, clock: FakeClock) -> None:
         tracker.trained_on(8 * step, 1000 * step)  # those before the resume are no speed
         tracker.step(step)
         if step % 10 == 0:
-            with tracker.pausing(EVALUATING):
+            with tracker.pausing(RunState.EVALUATING):
                 clock.advance(60.0)
     told = tracker.snapshot()
     assert told.samples_per_s == pytest.approx(16.0, rel=0.05)
@@ -75,9 +76,9 @@ def test_what_nobody_counts_has_no_speed(tracker: Tracker, clock: FakeClock) -> 
 
 def test_what_training_stands_still_for(tracker: Tracker) -> None:
     tracker.step(11)
-    with tracker.pausing(EVALUATING):
+    with tracker.pausing(RunState.EVALUATING):
         assert tracker.snapshot().state == "evaluating"
-        with tracker.pausing(SAVING):
+        with tracker.pausing(RunState.SAVING):
             assert tracker.snapshot().state == "saving"
         assert tracker.snapshot().state == "evaluating"
     assert tracker.snapshot().state == "training"
@@ -85,7 +86,7 @@ def test_what_training_stands_still_for(tracker: Tracker) -> None:
 
 def test_an_error_in_an_evaluation_ends_it(tracker: Tracker) -> None:
     tracker.step(11)
-    with pytest.raises(ValueError, match="x"), tracker.pausing(EVALUATING):
+    with pytest.raises(ValueError, match="x"), tracker.pausing(RunState.EVALUATING):
         raise ValueError("x")
     assert tracker.snapshot().state == "training"
 

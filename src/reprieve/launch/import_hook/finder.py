@@ -23,10 +23,10 @@ from typing import Any
 HOOK = Path(__file__).with_name("site")
 
 WHEN_IMPORTED: dict[str, str] = {
-    "torch": "reprieve.launch.import_hook.finder:tell_torch",
+    "torch": "reprieve.launch.import_hook.finder:report_torch",
     "transformers.trainer": "reprieve.adapters.transformers.all_trainers:protect_all",
-    "reprieve.adapters.loop.run": "reprieve.launch.import_hook.finder:tell_protected",
-    "reprieve.checkpoint.checkpointer": "reprieve.launch.import_hook.finder:tell_protected",
+    "reprieve.adapters.loop.run": "reprieve.launch.import_hook.finder:report_protected",
+    "reprieve.checkpoint.checkpointer": "reprieve.launch.import_hook.finder:report_protected",
     "torch.distributed.elastic.multiprocessing.api": "reprieve.launch.import_hook.rank_launchers:watch_torchrun",
     "accelerate.commands.launch": "reprieve.launch.import_hook.rank_launchers:watch_accelerate",
 }
@@ -50,18 +50,18 @@ def install(table: dict[str, str] | None = None) -> None:
     sys.meta_path.insert(0, _Finder(waiting))
 
 
-def tell_torch(module: ModuleType) -> None:
+def report_torch(module: ModuleType) -> None:
     """The launcher would like to know who trains, and is not protected."""
-    from reprieve.progress.report import TORCH, report_process
+    from reprieve.launcher_protocol import TorchImported, send_once
 
-    report_process(TORCH, undecided=not _PROTECTING.isdisjoint(_imported_by_script()))
+    send_once(TorchImported(undecided=not _PROTECTING.isdisjoint(_imported_by_script())))
 
 
-def tell_protected(module: ModuleType) -> None:
+def report_protected(module: ModuleType) -> None:
     """The script has loaded what it will train with."""
-    from reprieve.progress.report import PROTECTED, report_process
+    from reprieve.launcher_protocol import Protected, send_once
 
-    report_process(PROTECTED)
+    send_once(Protected())
 
 
 def _imported_by_script() -> set[str]:

@@ -17,8 +17,8 @@ import weakref
 from types import FrameType, TracebackType
 from typing import Any
 
-from reprieve.launch.runs.outcome import STOPPED, ended_by_sigterm
-from reprieve.progress.report import CRASHED, TERMINATED, report_process
+from reprieve.exit_codes import PREEMPTED, is_sigterm
+from reprieve.launcher_protocol import Crashed, Terminated, send_once
 
 _STOPS = (signal.SIGTERM, signal.SIGHUP)
 
@@ -35,7 +35,7 @@ def watch_torchrun(module: Any) -> None:
     def stop(number: int, frame: FrameType | None) -> None:
         nonlocal is_stopping
         is_stopping = True
-        report_process(TERMINATED)
+        send_once(Terminated())
         handle(number, frame)  # raises
 
     @functools.wraps(handle)
@@ -51,9 +51,9 @@ def watch_torchrun(module: Any) -> None:
         is_first = self not in closed
         closed.add(self)
         if is_first and self._failures:
-            if any(ended_by_sigterm(failure.exitcode) for failure in self._failures.values()):
+            if any(is_sigterm(failure.exitcode) for failure in self._failures.values()):
                 stop(signal.SIGTERM, None)
-            report_process(CRASHED, pids=list(self.pids().values()))
+            send_once(Crashed(pids=list(self.pids().values())))
         close(self, *args, **kwargs)
 
     context.close = close_or_stop
@@ -73,8 +73,8 @@ def watch_accelerate(module: Any) -> None:
         try:
             launch(args)
         except subprocess.CalledProcessError as error:
-            if ended_by_sigterm(error.returncode):
-                sys.exit(STOPPED)
+            if is_sigterm(error.returncode):
+                sys.exit(PREEMPTED)
             if is_quiet:
                 sys.exit(1)
             raise

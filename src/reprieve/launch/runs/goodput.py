@@ -14,8 +14,9 @@ from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from typing import Any
 
+from reprieve.run_state import RunState
+
 FIRST_START = "first start"
-RUNNING = "running"
 
 
 @dataclass(slots=True)
@@ -28,7 +29,7 @@ class AttemptRecord:
     kept_until: float | None = None
     """What was done up to then is in a checkpoint."""
     ended: float | None = None
-    cause: str = RUNNING
+    cause: str = RunState.RUNNING
     """What ended it."""
     from_step: int | None = None
     to_step: int | None = None
@@ -83,7 +84,7 @@ def time_spent(attempts: Sequence[AttemptRecord], now: float) -> TimeSpent:
             until(None if kept is None else min(kept, ended), None)
         until(ended, one.cause)
         before = one.cause
-    if before not in ("finished", RUNNING):
+    if before not in (RunState.FINISHED, RunState.RUNNING):
         until(now, before)
     return TimeSpent(at - begin, trained, lost)
 

@@ -14,17 +14,10 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass, replace
 
-from reprieve.launch.rank_reports import JobStatus
+from reprieve import exit_codes
+from reprieve.launch.rank_status import JobStatus
 from reprieve.launch.runs.next_start import NextStart
-
-FINISHED, PREEMPTED, PAUSED, FAILED, HUNG = "finished", "preempted", "paused", "failed", "hung"
-
-STOPPED = 143
-PERMANENT_FAILURE = 42
-NOT_FINISHED = 1
-_SIGTERM_CODES = (-signal.SIGTERM, STOPPED, 256 - signal.SIGTERM)
-"""As its parent sees it; as a shell, or our own handler, exits; `sys.exit(-15)`, with which DeepSpeed's launcher passes
-the code of a rank on."""
+from reprieve.run_state import RunState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,17 +42,12 @@ class AttemptResult:
 class Outcome:
     """What that means."""
 
-    state: str
+    state: RunState
     code: int
     words: str
     """For a person: what happened, and what to do."""
     again: bool = False
     """It failed in a way that another attempt may not."""
-
-
-def ended_by_sigterm(code: int) -> bool:
-    """Does the exit code of a process say that SIGTERM ended it?"""
-    return code in _SIGTERM_CODES
 
 
 def outcome(ended: AttemptResult) -> Outcome:
@@ -68,34 +56,34 @@ def outcome(ended: AttemptResult) -> Outcome:
         return _stopped(ended)
     if ended.hung_s is not None:
         words = f"no step in {ended.hung_s:.0f} s: it hung after step {seen.step}, and was ended"
-        return Outcome(HUNG, 128 + signal.SIGKILL, words, again=True)
+        return Outcome(RunState.HUNG, exit_codes.as_shell(-signal.SIGKILL), words, again=True)
     if seen.refused is not None:
-        return Outcome(FAILED, PERMANENT_FAILURE, f"it needs a person: {seen.refused}")
-    if ended.code == PERMANENT_FAILURE:
-        return Outcome(FAILED, PERMANENT_FAILURE, "it needs a person: see what it said above")
-    if ended_by_sigterm(ended.code):
+        return Outcome(RunState.FAILED, exit_codes.PERMANENT_FAILURE, f"it needs a person: {seen.refused}")
+    if ended.code == exit_codes.PERMANENT_FAILURE:
+        return Outcome(RunState.FAILED, exit_codes.PERMANENT_FAILURE, "it needs a person: see what it said above")
+    if exit_codes.is_sigterm(ended.code):
         # Sent to the command, and not to the launcher.
         return _stopped(replace(ended, stop="SIGTERM"))
     if ended.code == 0 and (seen.finished or not seen.ranks):
         step = f" after {seen.step} steps" if seen.ranks else ""
-        return Outcome(FINISHED, 0, f"finished{step}")
+        return Outcome(RunState.FINISHED, exit_codes.FINISHED, f"finished{step}")
     if ended.code == 0:
         return Outcome(
-            FAILED,
-            NOT_FINISHED,
+            RunState.FAILED,
+            exit_codes.NOT_FINISHED,
             f"the script ended with 0 at step {seen.step}, and its training is not finished. If it is meant to end "
             "there, call run.finish(); started again, it goes on from its newest checkpoint",
         )
-    return Outcome(FAILED, ended.code if ended.code > 0 else 128 - ended.code, _how_it_failed(ended), again=True)
+    return Outcome(RunState.FAILED, exit_codes.as_shell(ended.code), _how_it_failed(ended), again=True)
 
 
 def _stopped(ended: AttemptResult) -> Outcome:
-    seen, state = ended.seen, PAUSED if ended.paused else PREEMPTED
+    seen, state = ended.seen, RunState.PAUSED if ended.paused else RunState.PREEMPTED
     words = f"stopped by {ended.stop}"
     if seen.finished:
         # There is nothing more to train, but the script may have more to do: evaluate, predict, save the model.
         words += f" after training was finished, at step {seen.step}. The next start runs the rest of the script"
-    elif any(one.get("saved") for one in seen.stopped):
+    elif seen.was_saved_at_stop:
         words += f": saved at step {seen.step}. The next start resumes from there"
     elif seen.step and seen.saved_step == seen.step:
         words += f" at step {seen.step}, which was saved already. The next start resumes from there"
@@ -110,7 +98,7 @@ def _stopped(ended: AttemptResult) -> Outcome:
         )
     if ended.killed:
         words += ". It did not end in time, and was killed"
-    return Outcome(state, STOPPED, words)
+    return Outcome(state, exit_codes.PREEMPTED, words)
 
 
 def _next_start(ended: AttemptResult) -> str:

@@ -23,12 +23,10 @@ from typing import Any
 from reprieve.errors import ConfigError
 from reprieve.launch.process import boot_id, start_time
 from reprieve.launch.runs.goodput import AttemptRecord
+from reprieve.run_state import RunState
 from reprieve.storage.disk import Disk
 
-STARTING, RUNNING, STOPPING, WAITING = "starting", "running", "stopping", "waiting to restart"
-LOST = "lost"
-"""Its launcher was killed, and could not write how it ended."""
-_ALIVE = (STARTING, RUNNING, STOPPING, WAITING)
+_LIVE_STATES = (RunState.STARTING, RunState.RUNNING, RunState.STOPPING, RunState.WAITING)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -46,7 +44,7 @@ class RunRecord:
     environment: dict[str, str] = field(repr=False, default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     """Variables that look like secrets, and are not stored."""
-    state: str = STARTING
+    state: RunState = RunState.STARTING
     reason: str = ""
     """What the last words were."""
     exit_code: int | None = None
@@ -70,8 +68,8 @@ class RunRecord:
         return bool(self.pid) and self.boot == boot_id() and start_time(self.pid) == self.pid_started
 
     @property
-    def state_now(self) -> str:
-        return LOST if self.state in _ALIVE and not self.alive else self.state
+    def state_now(self) -> RunState:
+        return RunState.LOST if self.state in _LIVE_STATES and not self.alive else self.state
 
     def mine(self) -> None:
         """This process is its launcher."""
@@ -86,6 +84,7 @@ class RunRecord:
         told = json.loads(data)
         known = {one.name for one in fields(cls)}
         record = cls(**{name: value for name, value in told.items() if name in known})
+        record.state = RunState(record.state)
         of_attempt = {one.name for one in fields(AttemptRecord)}
         record.attempts = [
             AttemptRecord(**{name: value for name, value in one.items() if name in of_attempt})

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import Any
 
-from reprieve.progress.snapshot import FINISHED, Progress
+from reprieve.progress.snapshot import Progress
+from reprieve.run_state import RunState
 
 _LOSS_DIGITS = 4
 _RATE_DIGITS = 6
@@ -105,7 +106,7 @@ def seconds_left(progress: Progress) -> int | None:
     """Rounded up: 0 is for what is finished."""
     if progress.eta_s is None or not math.isfinite(progress.eta_s):
         return None
-    least = 0 if progress.state == FINISHED else 1
+    least = 0 if progress.state == RunState.FINISHED else 1
     return min(max(least, math.ceil(progress.eta_s)), _MOST_SECONDS)
 
 

@@ -11,7 +11,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from reprieve.progress.formats import progress_json
-from reprieve.progress.snapshot import FINISHED, Progress
+from reprieve.progress.snapshot import Progress
+from reprieve.run_state import RunState
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,8 +55,8 @@ class BarSink:
         self._bar.update(
             self._task,
             total=progress.total_steps,
-            completed=progress.total_steps if progress.state == FINISHED else progress.step,
-            description=progress.state,
+            completed=progress.total_steps if progress.state == RunState.FINISHED else progress.step,
+            description=str(progress.state),
             facts=facts(progress),
         )
         if self._bar.live.is_started:

@@ -15,8 +15,8 @@ import torch
 import transformers
 
 from reprieve.launch.drill import Report, _compare
-from reprieve.launch.rank_reports import JobStatus, Listener
-from reprieve.progress.report import LAUNCHER
+from reprieve.launch.rank_status import JobStatus
+from reprieve.launcher_protocol import LAUNCHER_SOCKET, Listener
 from reprieve.storage.uri import DRILL
 from reprieve.testing import Fault, pause
 from tests.support.hf_kit import attempt
@@ -56,12 +56,12 @@ def listening() -> Iterator[tuple[JobStatus, dict[str, str]]]:
         while not done.is_set():
             select.select([listener.socket], [], [], 0.05)
             for report in listener.read():
-                seen.take(report)
+                seen.update(report)
 
     thread = threading.Thread(target=listen)
     thread.start()
     try:
-        yield seen, {LAUNCHER: str(listener.path)}
+        yield seen, {LAUNCHER_SOCKET: str(listener.path)}
     finally:
         done.set()
         thread.join()

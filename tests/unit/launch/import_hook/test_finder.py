@@ -14,8 +14,8 @@ import pytest
 
 from reprieve.adapters.transformers.all_trainers import protect_all
 from reprieve.launch.import_hook.finder import HOOK, add_to, install
-from reprieve.launch.rank_reports import JobStatus, Listener
-from reprieve.progress import report
+from reprieve.launch.rank_status import JobStatus
+from reprieve.launcher_protocol import LAUNCHER_SOCKET, Listener, Protected, TorchImported
 
 SMALL = """
 SEEN_BY_ITSELF = [type(__loader__).__name__, type(__spec__.loader).__name__, __spec__.loader is __loader__]
@@ -35,7 +35,7 @@ def env(tmp_path: Path, listener: Listener) -> dict[str, str]:
     """As the launcher makes it, with the user's own folder of modules."""
     (tmp_path / "small.py").write_text(SMALL)
     (tmp_path / "notes.py").write_text(NOTES)
-    made = {**os.environ, "PYTHONPATH": str(tmp_path), report.LAUNCHER: str(listener.path)}
+    made = {**os.environ, "PYTHONPATH": str(tmp_path), LAUNCHER_SOCKET: str(listener.path)}
     add_to(made)
     return made
 
@@ -75,7 +75,7 @@ def test_the_hook_is_in_every_process_and_its_folder_is_not_on_the_path(env: dic
 
 
 def test_without_a_launcher_nothing_is_installed(env: dict[str, str]) -> None:
-    del env[report.LAUNCHER]
+    del env[LAUNCHER_SOCKET]
     assert python("import sys; print('reprieve' in sys.modules)", env) == ["False"]
 
 
@@ -115,12 +115,12 @@ def test_trainers_are_protected_whatever_is_imported_first(env: dict[str, str]) 
 def test_an_import_of_torch_is_told(env: dict[str, str], listener: Listener) -> None:
     """By the table as it is; of a process, not of a rank."""
     python("import torch", env)
-    told = listener.read()
-    assert [one["event"] for one in told] == [report.TORCH]
-    seen = JobStatus()
-    seen.take(told[0])
-    assert seen.torch
-    assert not seen.ranks
+    reports = listener.read()
+    assert [report.message for report in reports] == [TorchImported(undecided=False)]
+    status = JobStatus()
+    status.update(reports[0])
+    assert status.torch
+    assert not status.ranks
 
 
 @pytest.mark.parametrize(
@@ -133,28 +133,28 @@ def test_a_script_that_may_protect_itself_later_is_told(
     (tmp_path / "trl.py").write_text("import torch; x = 1")
     (tmp_path / "script.py").write_text(script)
     python("import script", env)
-    assert [(one["event"], one["undecided"]) for one in listener.read()] == [(report.TORCH, undecided)]
+    assert [report.message for report in listener.read()] == [TorchImported(undecided=undecided)]
 
 
 @pytest.mark.parametrize("code", ["import reprieve; reprieve.Run", "from reprieve import Checkpointer"])
 def test_the_loop_api_is_told(env: dict[str, str], listener: Listener, code: str) -> None:
     python(code, env)
-    seen = JobStatus()
-    for one in listener.read():
-        seen.take(one)
-    assert seen.protected
+    status = JobStatus()
+    for report in listener.read():
+        status.update(report)
+    assert status.protected
 
 
 def test_a_trainer_is_told_before_it_exists(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(report.LAUNCHER, str(listener.path))
-    monkeypatch.setattr("reprieve.adapters.transformers.watch.ready", lambda _: None)
+    monkeypatch.setenv(LAUNCHER_SOCKET, str(listener.path))
+    monkeypatch.setattr("reprieve.adapters.transformers.all_trainers.signal_watch.install", lambda _: None)
     protect_all(SimpleNamespace(Trainer=type("Trainer", (), {"train": lambda self: None})))  # type: ignore[arg-type]
-    assert [one["event"] for one in listener.read()] == [report.PROTECTED]
+    assert [report.message for report in listener.read()] == [Protected()]
 
 
 def test_to_tell_leaves_nothing_open(env: dict[str, str], listener: Listener) -> None:
     python(
-        "import sys; from reprieve.launch.import_hook.finder import tell_torch; tell_torch(sys)",
+        "import sys; from reprieve.launch.import_hook.finder import report_torch; report_torch(sys)",
         env,
         "-W",
         "error::ResourceWarning",
@@ -163,9 +163,9 @@ def test_to_tell_leaves_nothing_open(env: dict[str, str], listener: Listener) ->
 
 
 def test_a_launcher_that_is_gone_disturbs_nobody(env: dict[str, str], tmp_path: Path) -> None:
-    env[report.LAUNCHER] = str(tmp_path / "gone")
+    env[LAUNCHER_SOCKET] = str(tmp_path / "gone")
     assert python(
-        "import sys; from reprieve.launch.import_hook.finder import tell_torch; tell_torch(sys); print(1)", env
+        "import sys; from reprieve.launch.import_hook.finder import report_torch; report_torch(sys); print(1)", env
     ) == ["1"]
 
 

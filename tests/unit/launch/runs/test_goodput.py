@@ -6,12 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reprieve.launch.runs.goodput import FIRST_START, RUNNING, AttemptRecord, TimeSpent, losses, time_spent
-from reprieve.launch.runs.outcome import FAILED, FINISHED, HUNG, PAUSED, PREEMPTED
-from reprieve.launch.runs.run_record import LOST
+from reprieve.launch.runs.goodput import FIRST_START, AttemptRecord, TimeSpent, losses, time_spent
+from reprieve.run_state import RunState
 
 START = 1_700_000_000.0
-CAUSES = (FINISHED, PREEMPTED, PAUSED, FAILED, HUNG, LOST)
+CAUSES = (RunState.FINISHED, RunState.PREEMPTED, RunState.PAUSED, RunState.FAILED, RunState.HUNG, RunState.LOST)
 
 durations = st.floats(0, 1e5)
 moments = st.floats(START, START + 1e6)
@@ -77,7 +76,7 @@ def test_no_attempt_yet() -> None:
 
 def test_an_undisturbed_run_lost_its_first_start_alone() -> None:
     one = AttemptRecord(START, training=START + 10, kept_until=START + 100)
-    one.end(START + 100, FINISHED)
+    one.end(START + 100, RunState.FINISHED)
     found = time_spent([one], START + 5000)
     assert found == TimeSpent(100.0, 90.0, {FIRST_START: 10.0}), "what comes after the end is no part of the run"
     assert found.goodput == 0.9
@@ -86,51 +85,51 @@ def test_an_undisturbed_run_lost_its_first_start_alone() -> None:
 
 def test_a_preemption_takes_its_save_the_time_down_and_the_next_start() -> None:
     first = AttemptRecord(START, training=START + 10, kept_until=START + 100)
-    first.end(START + 103, PREEMPTED)
+    first.end(START + 103, RunState.PREEMPTED)
     second = AttemptRecord(START + 200, training=START + 212, kept_until=START + 300)
-    second.end(START + 300, FINISHED)
+    second.end(START + 300, RunState.FINISHED)
     found = time_spent([first, second], START + 300)
-    assert found == TimeSpent(300.0, 90.0 + 88.0, {FIRST_START: 10.0, PREEMPTED: 3.0 + 97.0 + 12.0})
+    assert found == TimeSpent(300.0, 90.0 + 88.0, {FIRST_START: 10.0, RunState.PREEMPTED: 3.0 + 97.0 + 12.0})
 
 
 def test_a_failure_takes_what_has_to_be_done_again() -> None:
     first = AttemptRecord(START, training=START + 10)
     first.kept_until = START + 60
-    first.end(START + 100, FAILED)
+    first.end(START + 100, RunState.FAILED)
     second = AttemptRecord(START + 101, training=START + 111, kept_until=START + 151)
-    second.end(START + 151, FINISHED)
+    second.end(START + 151, RunState.FINISHED)
     found = time_spent([first, second], START + 151)
-    assert found == TimeSpent(151.0, 50.0 + 40.0, {FIRST_START: 10.0, FAILED: 40.0 + 1.0 + 10.0})
-    assert losses([first, second], (FAILED, HUNG), START + 151) == (1, 90.0 + 40.0)
+    assert found == TimeSpent(151.0, 50.0 + 40.0, {FIRST_START: 10.0, RunState.FAILED: 40.0 + 1.0 + 10.0})
+    assert losses([first, second], (RunState.FAILED, RunState.HUNG), START + 151) == (1, 90.0 + 40.0)
 
 
 def test_without_a_checkpoint_a_failure_takes_everything() -> None:
     one = AttemptRecord(START, training=START + 10)
-    one.end(START + 100, FAILED)
-    assert time_spent([one], START + 120) == TimeSpent(120.0, 0.0, {FIRST_START: 10.0, FAILED: 110.0})
+    one.end(START + 100, RunState.FAILED)
+    assert time_spent([one], START + 120) == TimeSpent(120.0, 0.0, {FIRST_START: 10.0, RunState.FAILED: 110.0})
 
 
 def test_an_attempt_that_never_trained_belongs_to_what_came_before_it() -> None:
     first = AttemptRecord(START, training=START + 10, kept_until=START + 50)
-    first.end(START + 50, PREEMPTED)
+    first.end(START + 50, RunState.PREEMPTED)
     second = AttemptRecord(START + 60)
-    second.end(START + 65, FAILED)
+    second.end(START + 65, RunState.FAILED)
     found = time_spent([first, second], START + 70)
-    assert found == TimeSpent(70.0, 40.0, {FIRST_START: 10.0, PREEMPTED: 10.0 + 5.0, FAILED: 5.0})
+    assert found == TimeSpent(70.0, 40.0, {FIRST_START: 10.0, RunState.PREEMPTED: 10.0 + 5.0, RunState.FAILED: 5.0})
 
 
 def test_a_pause_lasts_until_somebody_looks() -> None:
     one = AttemptRecord(START, training=START + 10, kept_until=START + 50)
-    one.end(START + 51, PAUSED)
-    assert time_spent([one], START + 1051).lost == {FIRST_START: 10.0, PAUSED: 1001.0}
-    assert losses([one], (FAILED, HUNG, LOST), START + 1051) == (0, 41.0)
+    one.end(START + 51, RunState.PAUSED)
+    assert time_spent([one], START + 1051).lost == {FIRST_START: 10.0, RunState.PAUSED: 1001.0}
+    assert losses([one], (RunState.FAILED, RunState.HUNG, RunState.LOST), START + 1051) == (0, 41.0)
 
 
 def test_while_it_runs_all_counts_as_trained() -> None:
     one = AttemptRecord(START, training=START + 10)
     one.kept_until = START + 20
     assert time_spent([one], START + 100) == TimeSpent(100.0, 90.0, {FIRST_START: 10.0})
-    assert losses([one], (RUNNING,), START + 100) == (1, 90.0)
+    assert losses([one], (RunState.RUNNING,), START + 100) == (1, 90.0)
 
 
 def test_before_the_first_step_nothing_is_trained() -> None:
@@ -141,13 +140,13 @@ def test_a_launcher_that_was_killed_kept_what_was_saved() -> None:
     """Its last record says when it was last seen; the next launcher writes that down as the end."""
     first = AttemptRecord(START, training=START + 10)
     first.kept_until = START + 80
-    first.end(START + 90, LOST)
+    first.end(START + 90, RunState.LOST)
     second = AttemptRecord(START + 200, training=START + 210)
     found = time_spent([first, second], START + 300)
-    assert found == TimeSpent(300.0, 70.0 + 90.0, {FIRST_START: 10.0, LOST: 10.0 + 110.0 + 10.0})
+    assert found == TimeSpent(300.0, 70.0 + 90.0, {FIRST_START: 10.0, RunState.LOST: 10.0 + 110.0 + 10.0})
 
 
 def test_times_that_contradict_each_other_are_put_in_order() -> None:
     one = AttemptRecord(START, training=START - 5, kept_until=START + 500)
-    one.end(START + 100, PREEMPTED)
+    one.end(START + 100, RunState.PREEMPTED)
     assert time_spent([one], START + 100) == TimeSpent(100.0, 100.0, {})

@@ -3,92 +3,102 @@
 from __future__ import annotations
 
 import signal
-from typing import Any
 
 import pytest
 
-from reprieve.launch.rank_reports import JobStatus
+from reprieve.exit_codes import NOT_FINISHED, PERMANENT_FAILURE
+from reprieve.exit_codes import PREEMPTED as EXIT_PREEMPTED
+from reprieve.launch.rank_status import JobStatus
 from reprieve.launch.runs.next_start import NextStart
-from reprieve.launch.runs.outcome import (
-    FAILED,
-    FINISHED,
-    HUNG,
-    NOT_FINISHED,
-    PAUSED,
-    PERMANENT_FAILURE,
-    PREEMPTED,
-    STOPPED,
-    AttemptResult,
-    Outcome,
-    outcome,
-)  # fmt: skip
-from reprieve.progress import report
+from reprieve.launch.runs.outcome import AttemptResult, Outcome, outcome
+from reprieve.launcher_protocol import (
+    Finished,
+    Message,
+    Protected,
+    Refused,
+    Report,
+    Saved,
+    Started,
+    Starting,
+    Step,
+    Stopped,
+    TorchImported,
+)
+from reprieve.run_state import RunState
+
+FAILED, FINISHED, HUNG, PAUSED, PREEMPTED = (
+    RunState.FAILED,
+    RunState.FINISHED,
+    RunState.HUNG,
+    RunState.PAUSED,
+    RunState.PREEMPTED,
+)
 
 
-def told(event: str, rank: int = 0, **facts: Any) -> dict[str, Any]:
+def report(message: Message, rank: int = 0) -> Report:
     """As a Reporter sends it."""
-    return {"event": event, "pid": 100 + rank, "at": 50.0, "rank": rank, "world_size": 2, **facts}
+    return Report(message=message, pid=100 + rank, at=50.0, rank=rank, world_size=2)
 
 
-def seen(*reports: dict[str, Any]) -> JobStatus:
-    found = JobStatus()
-    for one in reports:
-        found.take(one)
-    return found
+def status(*reports: Report) -> JobStatus:
+    job = JobStatus()
+    for one_report in reports:
+        job.update(one_report)
+    return job
 
 
-STARTED = told(report.STARTED, checkpoints="/c", resumed=None, finished=False)
-RESUMED = told(report.STARTED, checkpoints="/c", resumed=7, finished=False)
-STEP_9 = told(report.STEP, step=9, done=0.5)
-FINISHED_10 = told(report.FINISHED, step=10)
-REFUSED = told(report.REFUSED, error="StateMismatch: another model")
-TORCH = told(report.TORCH, rank=-1, world_size=0)
-"""What the import hook tells: of a process, not of a rank."""
-PROTECTED = told(report.PROTECTED, rank=-1, world_size=0)
+STARTED = report(Started(checkpoints="/c"))
+RESUMED = report(Started(checkpoints="/c", resumed=7))
+STEP_9 = report(Step(step=9, done=0.5))
+FINISHED_10 = report(Finished(step=10))
+REFUSED = report(Refused(error="StateMismatch: another model"))
+TORCH = report(TorchImported(), rank=-1)
+"""What the import hook reports: about a process, not about a rank."""
+PROTECTED = report(Protected(), rank=-1)
 LOST_9 = "step 9 is NOT SAVED"
 
 
-def saved(step: int) -> dict[str, Any]:
-    return told(report.SAVED, step=step, path="/c/x", bytes=1, began=49.0, took=1.0)
+def saved(step: int) -> Report:
+    return report(Saved(step=step, path="/c/x", bytes=1, began=49.0, took=1.0))
 
 
-def stopped(step: int, *, was_saved: bool) -> dict[str, Any]:
-    return told(report.STOPPED, step=step, saved=was_saved, times={"agreed": 50.0})
+def stopped(step: int, *, was_saved: bool) -> Report:
+    return report(Stopped(step=step, saved=was_saved, times={"agreed": 50.0}))
 
 
 # Nobody asked it to stop
 
 
 def test_finished() -> None:
-    found = outcome(AttemptResult(code=0, seen=seen(STARTED, STEP_9, FINISHED_10)))
+    found = outcome(AttemptResult(code=0, seen=status(STARTED, STEP_9, FINISHED_10)))
     assert found == Outcome(FINISHED, 0, "finished after 10 steps")
 
 
 def test_finished_before_it_was_started_again() -> None:
-    already = told(report.STARTED, checkpoints="/c", resumed=10, finished=True)
-    assert outcome(AttemptResult(code=0, seen=seen(already))) == Outcome(FINISHED, 0, "finished after 10 steps")
+    already = report(Started(checkpoints="/c", resumed=10, finished=True))
+    assert outcome(AttemptResult(code=0, seen=status(already))) == Outcome(FINISHED, 0, "finished after 10 steps")
 
 
 def test_a_command_that_told_nothing_is_believed() -> None:
-    assert outcome(AttemptResult(code=0, seen=seen())) == Outcome(FINISHED, 0, "finished")
+    assert outcome(AttemptResult(code=0, seen=status())) == Outcome(FINISHED, 0, "finished")
 
 
 def test_a_script_that_only_imports_torch_is_believed() -> None:
-    assert outcome(AttemptResult(code=0, seen=seen(TORCH))) == Outcome(FINISHED, 0, "finished")
+    assert outcome(AttemptResult(code=0, seen=status(TORCH))) == Outcome(FINISHED, 0, "finished")
 
 
 def test_a_run_is_finished_when_its_ranks_are_whoever_else_imports_torch() -> None:
-    found = outcome(AttemptResult(code=0, seen=seen(TORCH, STARTED, STEP_9, TORCH, FINISHED_10)))
+    found = outcome(AttemptResult(code=0, seen=status(TORCH, STARTED, STEP_9, TORCH, FINISHED_10)))
     assert found == Outcome(FINISHED, 0, "finished after 10 steps")
 
 
 @pytest.mark.parametrize(
     "reports",
-    [(STARTED, STEP_9), (STARTED, told(report.STARTED, rank=1), STEP_9, FINISHED_10)],
+    [(STARTED, STEP_9), (STARTED, report(Started(), rank=1), STEP_9, FINISHED_10)],
     ids=["the only rank", "one rank of two"],
 )
-def test_a_script_that_ends_in_the_middle_has_not_finished(reports: tuple[dict[str, Any], ...]) -> None:
-    found = outcome(AttemptResult(code=0, seen=seen(*reports)))
+def test_a_script_that_ends_in_the_middle_has_not_finished(reports: tuple[Report, ...]) -> None:
+    found = outcome(AttemptResult(code=0, seen=status(*reports)))
     assert (found.state, found.code, found.again) == (FAILED, NOT_FINISHED, False)
     assert "not finished" in found.words
     assert "run.finish()" in found.words
@@ -96,12 +106,12 @@ def test_a_script_that_ends_in_the_middle_has_not_finished(reports: tuple[dict[s
 
 @pytest.mark.parametrize("code", [0, 1, PERMANENT_FAILURE, -signal.SIGKILL])
 def test_what_a_rank_refused_needs_a_person_whatever_the_exit_code(code: int) -> None:
-    found = outcome(AttemptResult(code=code, seen=seen(told(report.STARTING, checkpoints="/c"), REFUSED)))
+    found = outcome(AttemptResult(code=code, seen=status(report(Starting(checkpoints="/c")), REFUSED)))
     assert found == Outcome(FAILED, PERMANENT_FAILURE, "it needs a person: StateMismatch: another model")
 
 
 def test_42_needs_a_person_though_nobody_said_why() -> None:
-    found = outcome(AttemptResult(code=PERMANENT_FAILURE, seen=seen(STARTED)))
+    found = outcome(AttemptResult(code=PERMANENT_FAILURE, seen=status(STARTED)))
     assert (found.state, found.code, found.again) == (FAILED, PERMANENT_FAILURE, False)
 
 
@@ -117,24 +127,22 @@ def test_42_needs_a_person_though_nobody_said_why() -> None:
         (-41, (), 169, "killed by signal 41"),
     ],
 )
-def test_a_failure_has_the_codes_of_a_shell(
-    code: int, reports: tuple[dict[str, Any], ...], exit_code: int, words: str
-) -> None:
-    assert outcome(AttemptResult(code=code, seen=seen(*reports))) == Outcome(FAILED, exit_code, words, again=True)
+def test_a_failure_has_the_codes_of_a_shell(code: int, reports: tuple[Report, ...], exit_code: int, words: str) -> None:
+    assert outcome(AttemptResult(code=code, seen=status(*reports))) == Outcome(FAILED, exit_code, words, again=True)
 
 
 @pytest.mark.parametrize("code", [-signal.SIGTERM, 143, 256 - signal.SIGTERM])
 def test_a_command_that_sigterm_ended_was_stopped(code: int) -> None:
     """Though the launcher got no signal: somebody sent it to the command. The codes of a parent, a shell, DeepSpeed."""
-    found = outcome(AttemptResult(code=code, seen=seen(STARTED, saved(5), STEP_9)))
-    assert (found.state, found.code, found.again) == (PREEMPTED, STOPPED, False)
+    found = outcome(AttemptResult(code=code, seen=status(STARTED, saved(5), STEP_9)))
+    assert (found.state, found.code, found.again) == (PREEMPTED, EXIT_PREEMPTED, False)
     assert found.words.startswith("stopped by SIGTERM: step 9 is NOT SAVED")
-    assert outcome(AttemptResult(code=code, seen=seen(STARTED, REFUSED))).code == PERMANENT_FAILURE
-    assert outcome(AttemptResult(code=code, seen=seen(STARTED), hung_s=600)).state == HUNG
+    assert outcome(AttemptResult(code=code, seen=status(STARTED, REFUSED))).code == PERMANENT_FAILURE
+    assert outcome(AttemptResult(code=code, seen=status(STARTED), hung_s=600)).state == HUNG
 
 
 def test_a_job_that_hung_is_tried_again() -> None:
-    found = outcome(AttemptResult(code=-signal.SIGKILL, seen=seen(STARTED, STEP_9), hung_s=600.4, killed=True))
+    found = outcome(AttemptResult(code=-signal.SIGKILL, seen=status(STARTED, STEP_9), hung_s=600.4, killed=True))
     assert found == Outcome(HUNG, 137, "no step in 600 s: it hung after step 9, and was ended", again=True)
 
 
@@ -163,19 +171,19 @@ def test_a_job_that_hung_is_tried_again() -> None:
     ],
 )
 @pytest.mark.parametrize("paused", [False, True])
-def test_a_stop_is_a_stop_and_says_what_is_saved(reports: tuple[dict[str, Any], ...], words: str, paused: bool) -> None:
+def test_a_stop_is_a_stop_and_says_what_is_saved(reports: tuple[Report, ...], words: str, paused: bool) -> None:
     for code in (0, 1, 143, PERMANENT_FAILURE, -signal.SIGTERM):
-        found = outcome(AttemptResult(code=code, seen=seen(*reports), stop="SIGTERM", paused=paused))
-        assert (found.state, found.code, found.again) == (PAUSED if paused else PREEMPTED, STOPPED, False)
+        found = outcome(AttemptResult(code=code, seen=status(*reports), stop="SIGTERM", paused=paused))
+        assert (found.state, found.code, found.again) == (PAUSED if paused else PREEMPTED, EXIT_PREEMPTED, False)
         assert words in found.words
         assert found.words.startswith("stopped by SIGTERM")
         assert "killed" not in found.words
 
 
 @pytest.mark.parametrize("reports", [(), (TORCH,), (PROTECTED,), (STARTED,)])
-def test_a_stop_before_the_first_step_names_the_checkpoint_that_is_there(reports: tuple[dict[str, Any], ...]) -> None:
+def test_a_stop_before_the_first_step_names_the_checkpoint_that_is_there(reports: tuple[Report, ...]) -> None:
     found = outcome(
-        AttemptResult(code=1, seen=seen(*reports), stop="SIGTERM", next_start=NextStart("out", "checkpoint-30", 30))
+        AttemptResult(code=1, seen=status(*reports), stop="SIGTERM", next_start=NextStart("out", "checkpoint-30", 30))
     )
     assert found.words == (
         "stopped by SIGTERM before it trained a step: there was nothing to save. "
@@ -184,19 +192,19 @@ def test_a_stop_before_the_first_step_names_the_checkpoint_that_is_there(reports
 
 
 def test_a_stop_before_the_first_step_says_that_there_is_no_checkpoint() -> None:
-    found = outcome(AttemptResult(code=1, seen=seen(PROTECTED), stop="SIGTERM", next_start=NextStart("out")))
+    found = outcome(AttemptResult(code=1, seen=status(PROTECTED), stop="SIGTERM", next_start=NextStart("out")))
     assert found.words.endswith("There is no checkpoint in out: the next start begins at step 0")
 
 
 def test_a_stop_that_took_too_long_says_so() -> None:
     found = outcome(
-        AttemptResult(code=-signal.SIGKILL, seen=seen(STARTED, saved(5), STEP_9), stop="SIGHUP", killed=True)
+        AttemptResult(code=-signal.SIGKILL, seen=status(STARTED, saved(5), STEP_9), stop="SIGHUP", killed=True)
     )
-    assert (found.state, found.code) == (PREEMPTED, STOPPED)
+    assert (found.state, found.code) == (PREEMPTED, EXIT_PREEMPTED)
     assert found.words.startswith("stopped by SIGHUP: step 9 is NOT SAVED")
     assert found.words.endswith("It did not end in time, and was killed")
 
 
 def test_a_stop_comes_before_all_other_causes() -> None:
-    found = outcome(AttemptResult(code=1, seen=seen(STARTED, REFUSED), stop="SIGTERM", hung_s=600))
-    assert (found.state, found.code) == (PREEMPTED, STOPPED)
+    found = outcome(AttemptResult(code=1, seen=status(STARTED, REFUSED), stop="SIGTERM", hung_s=600))
+    assert (found.state, found.code) == (PREEMPTED, EXIT_PREEMPTED)

@@ -14,11 +14,6 @@ from reprieve.errors import ConfigError
 from reprieve.launch.process import boot_id, start_time
 from reprieve.launch.runs.goodput import AttemptRecord
 from reprieve.launch.runs.run_record import (
-    LOST,
-    RUNNING,
-    STARTING,
-    STOPPING,
-    WAITING,
     RunFolder,
     RunRecord,
     Runs,
@@ -26,6 +21,7 @@ from reprieve.launch.runs.run_record import (
     default_name,
     state_folder,
 )  # fmt: skip
+from reprieve.run_state import RunState
 from reprieve.testing.faulty_disks import FullDisk
 
 
@@ -40,7 +36,7 @@ def full() -> RunRecord:
     first = AttemptRecord(1000.0, training=1010.0, kept_until=1050.0, from_step=0, to_step=40)
     first.end(1060.0, "failed")
     return record(
-        state=RUNNING, reason="r", exit_code=3, pid=7, pid_started="9", boot="b", socket="/s",
+        state=RunState.RUNNING, reason="r", exit_code=3, pid=7, pid_started="9", boot="b", socket="/s",
         attempts=[first, AttemptRecord(1070.0)],
         step=41, done=0.5, eta_s=12.5, restarts=1, checkpoints="/c", checkpoint_step=40, checkpoint_at=1051.0,
     )  # fmt: skip
@@ -202,31 +198,31 @@ def test_where_the_records_are(env: dict[str, str], folder: Path) -> None:
 
 
 def test_it_is_as_alive_as_its_launcher() -> None:
-    mine = record(state=RUNNING)
-    assert mine.state_now == LOST, "nobody has it yet"
+    mine = record(state=RunState.RUNNING)
+    assert mine.state_now == RunState.LOST, "nobody has it yet"
     mine.mine()
-    assert (mine.alive, mine.state_now) == (True, RUNNING)
+    assert (mine.alive, mine.state_now) == (True, RunState.RUNNING)
     mine.boot = "before the machine was booted again"
-    assert mine.state_now == LOST
+    assert mine.state_now == RunState.LOST
 
 
-@pytest.mark.parametrize("state", [STARTING, RUNNING, STOPPING, WAITING])
+@pytest.mark.parametrize("state", [RunState.STARTING, RunState.RUNNING, RunState.STOPPING, RunState.WAITING])
 def test_a_run_whose_launcher_is_dead_is_lost(state: str) -> None:
     launcher = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
     found = record(state=state, pid=launcher.pid, pid_started=start_time(launcher.pid), boot=boot_id())
     assert found.state_now == state
     launcher.kill()
     os.waitid(os.P_PID, launcher.pid, os.WEXITED | os.WNOWAIT)
-    assert found.state_now == LOST, "a zombie"
+    assert found.state_now == RunState.LOST, "a zombie"
     launcher.communicate()
-    assert found.state_now == LOST
+    assert found.state_now == RunState.LOST
 
 
 def test_another_process_with_the_same_number_is_not_its_launcher() -> None:
-    found = record(state=RUNNING)
+    found = record(state=RunState.RUNNING)
     found.mine()
     found.pid_started = "1"
-    assert found.state_now == LOST
+    assert found.state_now == RunState.LOST
 
 
 @pytest.mark.parametrize("state", ["finished", "failed", "preempted", "paused", "hung"])
