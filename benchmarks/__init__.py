@@ -1,1 +1,1 @@
-"""Measurements of Reprieve beside its peers and the disk itself: `python -m benchmarks` from the repository's root."""
+"""Measurements of Reprieve, its peers and the disk itself: run `python -m benchmarks` in the repository's root."""

@@ -1,8 +1,8 @@
-"""`python -m benchmarks`: ours, the peers and the disk on this machine. The table on stdout, talk on stderr.
+"""`python -m benchmarks`: measure Reprieve, its peers and the disk on this machine. The table goes to stdout.
 
-python -m benchmarks                              everything, 2 GB, 5 rounds (15 of our save and restore): half an hour
-python -m benchmarks --only save,peers.dcp_2      these (and the limit they are held against); other keys stay
-python -m benchmarks --only ranks,dcp,step        several ranks; DCP with our storage; the common step
+python -m benchmarks                              everything, 2 GB, 5 rounds (15 of Reprieve and the disk): half an hour
+python -m benchmarks --only save,peers.dcp_2      only these (and the limit they are compared with); other keys stay
+python -m benchmarks --only ranks,dcp,step        several ranks; DCP with Reprieve's storage; the common step
 python -m benchmarks --only stop                  SIGTERM, and what a step costs: about 4 minutes
 python -m benchmarks --only launch                what the launcher costs, and how soon a resumed run trains
 python -m benchmarks --only hf                    what a step of a protected transformers.Trainer costs
@@ -27,7 +27,7 @@ from reprieve.units import format_size, parse_size
 
 ROOT = Path(__file__).parents[1]
 CLOSER = 2
-"""How many more rounds these have than others, as a multiple of theirs: see `_closer`."""
+"""How many times as many rounds these get as the peers: see `_closer`."""
 
 
 def main() -> int:
@@ -98,7 +98,7 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
 
 
 def _closer(jobs: list[Job], times: Mapping[str, Times]) -> list[Job]:
-    """Our save and restore, and the disk: too close to each other to be told apart in as few rounds as peers need."""
+    """Reprieve's save and restore, and the disk: too close to each other to distinguish in a few rounds."""
     ours = [job for job in jobs if job.name in ("save", "restore")]
     limits = [results.best_of(job.limit, jobs, times) for job in ours]
     return [*filter(None, limits), *ours]
@@ -143,7 +143,7 @@ def _hf(_folder: Path, _options: argparse.Namespace) -> dict[str, float]:
 
 
 PARTS = {"ranks": _ranks, "dcp": _dcp, "step": _step, "stop": _stop, "launch": _launch, "hf": _hf}
-"""What is measured in processes of its own."""
+"""The figures that are measured in separate processes."""
 
 
 def _prefix(name: str) -> str:
@@ -155,7 +155,7 @@ def _saving_peers() -> list[str]:
 
 
 def _choose(every: list[Job], memory: list[str], only: list[str] | None) -> tuple[list[Job], list[str]]:
-    """What was asked for, and what that is held against."""
+    """The requested jobs, and those that they are compared with."""
     if only is None:
         return every, memory
     asked = [job for job in every if job.is_below(only)]

@@ -1,7 +1,7 @@
-"""What the common step costs while nobody asks: `python -m benchmarks.common_step`.
+"""The cost of the common-step protocol while there is no request: `python -m benchmarks.common_step`.
 
-In a job of real ranks, which have a process group and train (a small all-reduce a step), so that watchers and
-talkers are really there. The time of `boundary` alone; and what was sent meanwhile, to the other ranks or to the store.
+It runs a job of real ranks, which have a process group and train (a small all-reduce per step), so that watchers and
+talkers exist. It measures `boundary` alone, and counts what is sent meanwhile to the other ranks and to the store.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 CALLS = 200
-"""In one go: enough for the clock not to matter, and over before the kernel gives the core to somebody else."""
+"""Per reading of the clock: enough for the clock not to matter, and over before the kernel gives the core away."""
 
 REPEATS = 100
 
@@ -22,13 +22,13 @@ class SteadyCost:
     boundary_us: float
     """The median over all ranks and repeats."""
     collectives: int
-    """Beyond those of the training itself, on all ranks."""
+    """Those beyond the training's own, on all ranks."""
     messages: int
-    """To the store."""
+    """Messages to the store."""
 
 
 def steady_cost_us(world_size: int = 4) -> float:
-    """What one boundary costs a rank with nothing to do, in microseconds."""
+    """Measure a boundary without a request, in microseconds."""
     return steady_cost(world_size).boundary_us
 
 
@@ -44,7 +44,7 @@ def steady_cost(world_size: int = 4) -> SteadyCost:
 
 
 def measure_rank() -> tuple[list[float], int, int]:
-    """Microseconds of each repeat; collectives and messages that were none of the training's."""
+    """Return the microseconds of each repeat, and the collectives and messages beyond the training's own."""
     import torch
     import torch.distributed as dist
 
@@ -64,7 +64,7 @@ def measure_rank() -> tuple[list[float], int, int]:
     ranks = Ranks.detect()
     costs = []
     with StepAgreement(ranks, completed=0) as common:
-        setattr(TcpClient, "send", counted)  # noqa: B010 - for the life of this process, which was made for it
+        setattr(TcpClient, "send", counted)  # noqa: B010 - this process exists only for the measurement
         ranks.agree("all are there")
         before = -1
         while before != messages:  # until all threads are in their waits

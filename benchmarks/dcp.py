@@ -1,11 +1,11 @@
-"""`dcp.save` and `dcp.load`: our StorageWriter and StorageReader against DCP's own, on one rank and on several.
+"""`dcp.save` and `dcp.load`: Reprieve's StorageWriter and StorageReader against DCP's own, on one rank and on several.
 
-The state is what FSDP2 and AdamW give to DCP: every parameter and its two moments as DTensors sharded by rows, and a
-step for each. Stock DCP does not flush what it writes: that is added, and counted. The disk's own time for the same
-bytes is measured among them, in the same processes.
+The state is what FSDP2 and AdamW pass to DCP: every parameter and its two moments as DTensors sharded by rows, and a
+step for each. Stock DCP does not flush what it writes: the benchmark does, and counts it. The disk's own time for the
+same bytes is measured in between, in the same processes.
 
-DCP itself needs 0.1 to 0.2 s to plan these 700 items, before any storage is asked to do something, and does so whatever
-their size: that is why the state is four times as large as that of the other figures.
+DCP itself needs 0.1 to 0.2 s to plan these 700 items whatever their size, before it calls any storage. That is why the
+state is four times as large as that of the other figures.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from reprieve.testing import run_ranks, values
 RANKS = (1, 2)
 _WAYS = [disk.Way(threads, 16 * 2**20) for threads in (1, 2, 4)]
 _STOCK_THREADS = 2
-"""As many as the machine that the figures are from has cores: the better of its ways (`peers.dcp_1`, `peers.dcp_2`)."""
+"""One per core of the machine that the figures come from: the better of `peers.dcp_1` and `peers.dcp_2`."""
 
 
 def figures(folder: Path, rounds: int, size: int) -> dict[str, float]:
-    """The flat keys for results.json: `dcp.<ranks>.…` are ours, `peers.stock.dcp.<ranks>.…` are DCP's own."""
+    """The flat keys for results.json: `dcp.<ranks>.…` are Reprieve's, `peers.stock.dcp.<ranks>.…` are DCP's own."""
     found: dict[str, float] = {}
     for ranks in RANKS:
         print(f"dcp: {ranks} rank{'s' * (ranks > 1)}", file=sys.stderr)
@@ -90,11 +90,11 @@ def _nothing() -> None:
 class _Job(NamedTuple):
     run: Callable[[], object]
     before: Callable[[], object] = _nothing
-    """On rank 0, off the clock."""
+    """Runs on rank 0, outside of the measured time."""
 
 
 def _rounds(folder: Path, size: int, rounds: int) -> tuple[dict[str, list[float]], float]:
-    """Seconds by job, and the memory that a process's first save took on this rank."""
+    """Return the seconds by job, and the memory that a process's first save took on this rank."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist.get_world_size()))  # as processes share them
     warnings.simplefilter("ignore")
     state = _state(size)
@@ -196,7 +196,7 @@ def _extra_mib(save: Callable[[], object]) -> float:
 
 
 def _state(size: int) -> dict[str, Any]:
-    """By rank; the same on all of them in name and shape."""
+    """Each rank's state: names and shapes are the same on all ranks."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 

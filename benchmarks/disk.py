@@ -1,7 +1,7 @@
-"""The disk's own limit: the same bytes by direct I/O from memory that is there already, the best of several ways.
+"""The disk's own limit: the same bytes by direct I/O from memory that is already allocated, the best of several ways.
 
-Nothing else is done with the bytes, so no checkpoint can be faster. The file is new and its room reserved before the
-clock starts; the flush at the end counts.
+Nothing else is done with the bytes, so no checkpoint can be faster. The file is new and its space is reserved before
+the clock starts; the flush at the end counts.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ WAYS = [Way(threads, mib * _MIB) for threads in (1, 2, 4) for mib in (4, 16)]
 
 @cache
 def _ring() -> memoryview:
-    """As much memory as a save passes through, of the same kind: which of it a write comes from changes its speed by a
-    third on some virtual machines. Random, as a disk (or the host below it) may be clever about zeros."""
+    """As much memory as a save passes through, of the same kind: the memory that a write comes from changes its speed
+    by a third on some virtual machines. The bytes are random, because a disk (or its host) may optimise zeros."""
     memory = mmap.mmap(-1, RING_BLOCKS * BLOCK_BYTES)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -46,7 +46,7 @@ def _ring() -> memoryview:
 
 
 def create(path: Path, size: int) -> None:
-    """A new file with its room reserved."""
+    """A new file with its space reserved."""
     with path.open("xb") as file:
         os.posix_fallocate(file.fileno(), 0, _whole_pages(size))
 
@@ -83,7 +83,7 @@ def _each_block(
 
 
 def touch_memory() -> None:
-    """Before the clock starts."""
+    """Runs before the clock starts."""
     _ring()
 
 

@@ -1,6 +1,7 @@
-"""Ours: `Checkpointer.save` (durable on return), a background save, `restore` (verified), and very many tiny tensors.
+"""Reprieve itself: `Checkpointer.save` (durable on return), a background save, `restore` (verified), many tiny tensors.
 
-Retention works in the background after a save: it is waited for, and older checkpoints are removed, off the clock.
+Retention works in the background after a save. The benchmark waits for it, and removes older checkpoints, outside of
+the measured time.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _steps = count(1)
 
 
 class Ours:
-    """One Checkpointer in a folder of its own, made when first needed."""
+    """A Checkpointer in its own folder, created when first needed."""
 
     def __init__(self, folder: Path, parts: Callable[[], Mapping[str, Any]]) -> None:
         self._folder = folder
@@ -45,13 +46,13 @@ class Ours:
         self.checkpointer.save(next(_steps))
 
     def remove(self) -> None:
-        """Whatever was saved, once nothing is going on any more."""
+        """The saved checkpoint, once all background work is done."""
         self.checkpointer.wait()
         for found in self.checkpointer.checkpoints():
             shutil.rmtree(found.path)
 
     def close(self) -> None:
-        """Gone, with its memory: the next one starts afresh."""
+        """Close it and free its memory: the next one starts afresh."""
         if self._checkpointer is not None:
             self._checkpointer.close()
             self._checkpointer = None
@@ -78,7 +79,7 @@ class Ours:
 
 
 class Memcpy:
-    """The state copied once within memory: what a background save's pause is held against."""
+    """Copy the state once within memory: a background save's pause is compared with this."""
 
     def __init__(self, state: TrainingState) -> None:
         self._state = state
@@ -108,7 +109,7 @@ def tiny_module() -> torch.nn.Module:
 
 
 def jobs(folder: Path, state: TrainingState) -> tuple[list[Job], Callable[[], None]]:
-    """The jobs, and what closes what they leave open."""
+    """The jobs, and a function that closes what they leave open."""
     expected = fingerprint(state.tensors())
     size = state.bytes
     lasting, first, background, restoring = (
@@ -165,7 +166,7 @@ def jobs(folder: Path, state: TrainingState) -> tuple[list[Job], Callable[[], No
 
 
 def _tiny_jobs(folder: Path) -> tuple[list[Job], Callable[[], None]]:
-    """100,000 tensors of 64 bytes: what a save costs beside the bytes. As a dict, and as a module's parameters."""
+    """100,000 tensors of 64 bytes: what a save costs besides the bytes. As a dict, and as a module's parameters."""
     tree = Ours(folder / "tiny", lambda: {"tiny": tiny_tensors()})
     model = Ours(folder / "tiny-model", lambda: {"model": tiny_module()})
     written = folder / "tiny-peer"

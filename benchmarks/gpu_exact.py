@@ -1,8 +1,8 @@
-"""Is a training on a GPU that was interrupted bit for bit the undisturbed one? Part of `gpu_stop`.
+"""Compare an interrupted training on a GPU with the undisturbed one, bit for bit. Part of `gpu_stop`.
 
 A compiled model with dropout (the GPU's random numbers), fused AdamW, mixed precision (fp16 with a GradScaler, and
 bf16), two DataLoader workers that augment, deterministic kernels. The undisturbed training is the same script without
-Reprieve, run twice: where it does not equal itself, there is nothing to compare with. Then it is run under
+Reprieve, run twice: where it does not equal itself, there is nothing to compare with. Then the script runs under
 `reprieve.Run`, gets SIGTERM at random steps, and is started again each time.
 """
 
@@ -32,14 +32,14 @@ STOPS = 3
 EPOCHS, SAMPLES, BATCH, WIDTH, CLASSES = 4, 320, 16, 64, 10
 STEPS = EPOCHS * SAMPLES // BATCH
 _STEP_S = 0.03
-"""A pause in every step, so that a signal can be meant for one of them."""
+"""A pause in every step, so that a signal hits a chosen one."""
 _LIMIT_S = 300
 _LOOK_S = 0.005
 PREEMPTED = 143
 
 
 def compare(folder: Path, device: str, moments: random.Random) -> dict[str, dict[str, Any]]:
-    """By precision: what was equal, and how often it was interrupted, after which steps."""
+    """What was equal, and after which steps it was interrupted, by precision."""
     folder.mkdir()
     found = {}
     for precision in PRECISIONS:
@@ -50,7 +50,7 @@ def compare(folder: Path, device: str, moments: random.Random) -> dict[str, dict
         _attempt(again, device, precision, safe=False)
         stopped_after = []
         for part in range(STOPS):
-            # One in each part of the training; what is left is for the attempt after the last.
+            # One in each part of the training; the rest is for the attempt after the last interruption.
             first, last = (STEPS * number // (STOPS + 1) for number in (part, part + 1))
             _attempt(interrupted, device, precision, stop_after=moments.randrange(first + 1, last))
             stopped_after.append(len(_losses(interrupted)))
@@ -83,12 +83,12 @@ def markdown(found: dict[str, dict[str, Any]]) -> str:
 
 
 def _attempt(folder: Path, device: str, precision: str, *, safe: bool = True, stop_after: int | None = None) -> None:
-    """One process: to the end, or until SIGTERM in the step after this one."""
+    """Run one process to the end, or until SIGTERM in the step after this one."""
     given = json.dumps({"folder": str(folder), "device": device, "precision": precision, "safe": safe})
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # cuBLAS is not deterministic without
-        # The compiler tries out which kernel is fastest, and all processes have to take the same.
+        # The compiler benchmarks kernels, and all processes must choose the same.
         "TORCHINDUCTOR_CACHE_DIR": str(folder.parent / "kernels"),
     }
     with subprocess.Popen(
@@ -119,7 +119,7 @@ def _seen(folder: Path) -> dict[str, Any]:
     return {"losses": _losses(folder), "end": (folder / "end").read_text()}
 
 
-# What is trained
+# The training
 
 
 class _Augmented(Dataset[tuple[Tensor, int]]):
@@ -166,7 +166,7 @@ def _train(folder: Path, device: str, precision: str, *, safe: bool) -> None:
     model: Any = torch.compile(plain)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.9)
-    # The scale grows often here, until steps overflow and are left out: it has a history to be restored.
+    # The scale grows often here, until steps overflow and are skipped: it has a history to restore.
     scaler = torch.amp.GradScaler(device, init_scale=2.0**14, growth_interval=5, enabled=precision == "fp16")
     loader = DataLoader(_Augmented(), BATCH, shuffle=True, num_workers=2, pin_memory=device == "cuda")
     run: Any = _Undisturbed()

@@ -1,12 +1,12 @@
-"""Saves off a GPU, on a machine that has one: Qwen2.5-1.5B's parameters in float32 with AdamW's state, 18.5 GB.
+"""Saves from a GPU: Qwen2.5-1.5B's parameters in float32 with AdamW's state, 18.5 GB.
 
-Standalone: needs torch, xxhash and `PYTHONPATH=src`, and takes isal if it is there. `--wheels FOLDER` unpacks the
-wheels in it and puts them on the path, for a machine that can install nothing. Run it from the repository's root:
+Standalone: it needs torch, xxhash and `PYTHONPATH=src`, and uses isal if it is installed. `--wheels FOLDER` unpacks the
+wheels in it and puts them on the path, for a machine without a package index. Run it from the repository's root:
 
     PYTHONPATH=src python3 -m benchmarks.gpu_save --json $OUT/gpu.json --wheels wheels
     PYTHONPATH=src python3 -m benchmarks.gpu_save --device cpu --size small --json /tmp/gpu.json     # does it run?
 
-At most two files of the state's size are on the disk at any time. Markdown on stdout, talk on stderr.
+At most two files of the state's size are on the disk at any time. Markdown goes to stdout.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ WAYS = [disk.Way(threads, 16 * 2**20) for threads in (1, 2, 4)]
 
 
 class Bench:
-    """Values by name, one for each round; the state and the folder they are measured with."""
+    """The values by name, one for each round, and the state and folder that they are measured with."""
 
     def __init__(self, state: TrainingState, folder: Path) -> None:
         self.state = state
@@ -73,14 +73,14 @@ class Bench:
     # Training
 
     def step_s(self) -> float:
-        """One training step, until the GPU is done with it."""
+        """Run one training step, until the GPU is done with it."""
         start = time.perf_counter()
         self.state.train_step(self.tokens)
         self._synchronize()
         return time.perf_counter() - start
 
     def calibrate(self) -> None:
-        """As many tokens as make a step of about 100 ms."""
+        """Choose the number of tokens so that a step takes about 100 ms."""
         if self.state.device.type == "cuda":
             sequences = 4
             for _ in range(3):
@@ -92,7 +92,7 @@ class Bench:
             self.step_s()
 
     def steps(self, name: str, *, going_on: Callable[[], bool] = lambda: True, most: int = STEPS) -> None:
-        """Up to `most` steps while something goes on."""
+        """Run up to `most` steps while something else is in progress."""
         times: list[float] = []
         while len(times) < most and sum(times) < MOST_STEPS_S and going_on():
             times.append(self.step_s())
@@ -131,7 +131,7 @@ class Bench:
         self.remove(checkpointer)
 
     def first_background(self, checkpointer: Checkpointer) -> None:
-        """A background save in a process that has no memory ready for it."""
+        """A background save in a process without staging memory."""
         settle()
         start = time.perf_counter()
         save = checkpointer.save(self.next_step(), background=True)
@@ -141,7 +141,7 @@ class Bench:
         self.remove(checkpointer)
 
     def warm_up(self, checkpointer: Checkpointer) -> None:
-        """Training while memory for background saves is made ready; the first save has begun with that."""
+        """Training while the staging memory is allocated, which the first save has started."""
         start = time.perf_counter()
         checkpointer.warm_up()
         self.steps("step_beside_warm_up", going_on=_memory_is_growing, most=MOST_STEPS)
@@ -165,7 +165,7 @@ class Bench:
         save.wait()
         self.add("background_durable_s", time.perf_counter() - start)
         checkpointer.wait()
-        if verify:  # training went on meanwhile: is it the state of the moment when save() returned?
+        if verify:  # training continued meanwhile: is it the state at the return of save()?
             checkpointer.restore()
             self.check(expected, "restore after a background save")
         self.remove(checkpointer)
@@ -279,7 +279,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="where to write (the current folder)")
     parser.add_argument("--wheels", type=Path, help="a folder of wheels, or of packages, for sys.path")
     options = parser.parse_args()
-    logging.basicConfig(level=logging.INFO)  # the engine says when it could not do what was asked for
+    logging.basicConfig(level=logging.INFO)  # the engine logs what it could not do
     with tempfile.TemporaryDirectory(dir=options.folder or Path.cwd(), prefix="gpu-save-") as temporary:
         folder = Path(temporary)
         if options.wheels is not None:
@@ -294,7 +294,7 @@ def main() -> int:
         size = bench.state.bytes
         try:
             rounds = run(bench, options.rounds, options.budget_s)
-        finally:  # what there is, should the rest fail
+        finally:  # keep the results so far if the rest fails
             options.json.write_text(json.dumps({"all": bench.values}, indent=2) + "\n")
         where = machine(folder)
     found = summarize(bench.values, size)

@@ -1,4 +1,4 @@
-"""SIGTERM to training on a GPU: how soon 18.5 GB are durable, and is an interrupted training bit for bit the same?
+"""SIGTERM to a training on a GPU: how soon 18.5 GB are durable, and whether the training ends bit for bit the same.
 
 Standalone, as `gpu_save` is, and with the same `--wheels`. Run it from the repository's root:
 
@@ -6,7 +6,7 @@ Standalone, as `gpu_save` is, and with the same `--wheels`. Run it from the repo
     PYTHONPATH=src python3 -m benchmarks.gpu_stop --tiny --json /tmp/stop.json     # on a CPU: does it run?
 
 Every round is a new process that trains under `reprieve.Run` and gets the signal at a random moment of a step. At most
-one file of the state's size is on the disk at any time. Markdown on stdout, talk on stderr.
+one file of the state's size is on the disk at any time. Markdown goes to stdout.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WAYS = [disk.Way(threads, 16 * 2**20) for threads in (1, 2, 4)]
 
 
 class Bench:
-    """Seconds by name, one for each round."""
+    """The seconds by name, one for each round."""
 
     def __init__(self, folder: Path, shape: dict[str, int], device: str, seed: int) -> None:
         self.folder = folder
@@ -55,7 +55,7 @@ class Bench:
         folder.mkdir()
         given = json.dumps({"folder": str(folder), "shape": self.shape, "device": self.device})
         settle()
-        # REPRIEVE_GRACE: nobody kills us here, whatever the platform's default is.
+        # REPRIEVE_GRACE: nothing kills this process, whatever the platform's default is.
         done: Stopped = stop(
             ["benchmarks.stop_jobs", "ours", given],
             folder,
@@ -144,7 +144,7 @@ def main() -> int:
                 found["rounds"] = run(bench, options.rounds, options.budget_s)
                 found |= {"bytes": bench.bytes, "shape": shape, **summarize(bench.values)}
                 print(markdown(found, bench.values, bench.bytes))
-        finally:  # what there is, should the rest fail
+        finally:  # keep the results so far if the rest fails
             found |= {"gpu": torch.cuda.get_device_name() if device == "cuda" else None, "all": bench.values}
             found |= {"machine": machine(folder), "versions": versions()}
             options.json.write_text(json.dumps(found, indent=2) + "\n")

@@ -1,15 +1,15 @@
 """Qwen2.5-1.5B (from its config) fine-tuned in float32 with AdamW on a GPU: SIGTERM, and what follows.
 
-python -m benchmarks.gpu_transformers            everything: about 10 minutes, and room for three times 18.5 GB
+python -m benchmarks.gpu_transformers            everything: about 10 minutes, and space for three times 18.5 GB
 python -m benchmarks.gpu_transformers --only full,lora
 
-    full      SIGTERM → durable, held against the disk's own time after each stop; one is in an evaluation
+    full      SIGTERM → durable, compared with the disk's own time after each stop; one is in an evaluation
     stock     the same with transformers' own just-in-time checkpoints
-    periodic  how long training stands still for a save in the background
+    periodic  how long a background save blocks training
     lora      SIGTERM → durable with an adapter on the same model
     zero      SIGTERM → durable with DeepSpeed, in bfloat16 (ZeRO 2, 24.7 GB)
-    exact     a small model in float16 (with a loss scale), in bfloat16, and with DeepSpeed (ZeRO 2 and 3): stopped and
-              started again, the same bits?
+    exact     a small model in float16 (with a loss scale), in bfloat16, and with DeepSpeed (ZeRO 2 and 3): stopped,
+              resumed, and compared bit for bit
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _deepspeed(stage: int) -> dict[str, Any]:
 
 
 def _alone() -> None:
-    """DeepSpeed wants to be told, by whoever starts it."""
+    """DeepSpeed expects these from its launcher."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -148,11 +148,11 @@ def _alone() -> None:
     os.environ |= {name: str(value) for name, value in world.items()}
 
 
-# What is done to it
+# The measurements
 
 
 class Run:
-    """One process, and what it has noted."""
+    """One training process, and the times that it recorded."""
 
     small = False
 
@@ -186,7 +186,7 @@ class Run:
         print(f"  {self.folder.name}: there after {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
 
     def stop(self) -> tuple[float, int, str]:
-        """When it was told, its exit code, and what it said."""
+        """Return when it was signalled, its exit code, and its output."""
         told = time.monotonic()
         self.process.send_signal(signal.SIGTERM)
         output, _ = self.process.communicate(timeout=_LIMIT_S)
@@ -215,7 +215,7 @@ def full(folder: Path) -> dict[str, float]:
             raise RuntimeError(f"exit code {code}, not {PREEMPTED}:\n{output[-3000:]}")
         stops.append(_after_signal(output))
         for old in sorted(folder.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime)[:-1]:
-            shutil.rmtree(old)  # there would be no room
+            shutil.rmtree(old)  # there would be no space
         for way in WAYS:
             times.setdefault(str(way), []).append(_disk_s(folder / "disk", size, way))
         print(f"  stopped after {stops[-1]} s, the disk: {times}", file=sys.stderr, flush=True)
@@ -239,7 +239,7 @@ def full(folder: Path) -> dict[str, float]:
 
 
 def zero(folder: Path) -> dict[str, float]:
-    """One stop, and the disk's own time for as many bytes after it."""
+    """One stop, and after it the disk's own time for as many bytes."""
     run = Run(folder, "--zero", "2", "--bf16")
     run.until(lambda notes: len(notes) >= 8)
     step_s = _step_s(run.new())
@@ -281,7 +281,7 @@ def stock(folder: Path) -> dict[str, float]:
 
 
 def periodic(folder: Path) -> dict[str, float]:
-    """The first comes before memory is ready; the others show what is usual."""
+    """The first save comes before memory is ready; the others show the usual case."""
     run = Run(folder, "--every", "30")  # a save takes as long as 20 steps, and the next would wait for it
     run.until(lambda notes: notes and notes[-1]["step"] >= 125)
     notes = [one for one in run.new() if "loss" in one]
@@ -304,7 +304,7 @@ def lora(folder: Path) -> dict[str, float]:
 
 
 def exact(folder: Path) -> dict[str, float]:
-    """Losses that differ from those of a training without Reprieve, of 200, and whether the weights at the end do."""
+    """Count the losses of 200 that differ from a training without Reprieve, and compare the final weights."""
     found: dict[str, float] = {}
     kinds = {"fp16": ["--fp16"], "bf16": ["--bf16"], **{f"zero_{n}": ["--bf16", "--zero", str(n)] for n in (2, 3)}}
     if Run.small:

@@ -1,10 +1,10 @@
-"""Thirteen ways in which transformers' own just-in-time checkpoints lose work, and what becomes of them under Reprieve.
+"""Thirteen ways in which transformers' own just-in-time checkpoints lose work, with them and under Reprieve.
 
 python -m benchmarks.hf_defects              both, as a table: about 15 minutes
 python -m benchmarks.hf_defects --only 3,8   these
 
-Each scenario starts `hf_script`, which has never heard of Reprieve: with `enable_jit_checkpoint`, or under
-`reprieve run`. It raises Lost with what went wrong.
+Each scenario starts `hf_script`, which does not know Reprieve, with `enable_jit_checkpoint` or under `reprieve run`. It
+raises Lost with what went wrong.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _SENTINEL = "checkpoint-is-incomplete.txt"
 
 
 class Lost(Exception):
-    """Work, or an answer that somebody relied on."""
+    """Work was lost, or a result was wrong."""
 
 
 @dataclass
 class Job:
-    """The script, started as often as a scenario likes, by `protection`: "stock", "reprieve" or nobody."""
+    """The script, started as often as a scenario needs. `protection` is "stock", "reprieve" or none."""
 
     protection: str
     folder: Path
@@ -77,7 +77,7 @@ class Job:
         )
 
     def finish(self, process: subprocess.Popen[str]) -> int:
-        """Its exit code; its output is kept."""
+        """Return its exit code. Its output is kept."""
         try:
             self.output, _ = process.communicate(timeout=_LIMIT_S)
         except subprocess.TimeoutExpired:
@@ -90,7 +90,7 @@ class Job:
         return self.finish(self.start(*more, ranks=ranks))
 
     def resumed(self, *more: str, ranks: int | None = None) -> int:
-        """The next start. Stock has to be told."""
+        """Start again. Stock needs `resume_from_checkpoint`."""
         return self.run(*(() if self.ours else ("--resume",)), *more, ranks=ranks)
 
     def seen(self, rank: int = 0) -> list[dict[str, Any]]:
@@ -115,12 +115,12 @@ class Job:
         return process
 
     def stop(self, process: subprocess.Popen[str]) -> int:
-        """As a platform does: SIGTERM to the process that it has started."""
+        """Send SIGTERM to the process that was started, as a platform does."""
         process.terminate()
         return self.finish(process)
 
     def checkpoints(self) -> list[int]:
-        """Those that a resume would look at."""
+        """The checkpoints that a resume would consider."""
         return sorted(
             int(path.name.partition("-")[2]) for path in self.folder.glob("checkpoint-*") if path.name[11:].isdigit()
         )
@@ -132,7 +132,7 @@ class Job:
         return self.folder / f"checkpoint-{found[-1]}"
 
     def expect_saved(self) -> None:
-        """The step that the last process was at, whole."""
+        """The last completed step of the last process."""
         if self.checkpoints()[-1:] != [self.step()]:
             raise Lost(f"stopped at step {self.step()}, and there are checkpoints of {self.checkpoints()}")
         if not (self.newest() / "trainer_state.json").exists():
@@ -172,7 +172,7 @@ def exit_code_says_failure(job: Job) -> None:
 
 
 def one_rank_is_told(job: Job) -> None:
-    """3. One rank is signalled, the others go on"""
+    """3. One rank is signalled, the others continue"""
     job.ranks, job.options = 2, ["--step-s", "0.3"]
     process = job.train_until(3)
     os.kill(job.ranks_of(process)[1], signal.SIGTERM)
@@ -207,7 +207,7 @@ def incomplete_blocks_resume(job: Job) -> None:
 
 
 def missing_optimizer_is_skipped(job: Job) -> None:
-    """6. A checkpoint without optimizer state is resumed from, without a word"""
+    """6. A checkpoint without optimizer state is resumed silently"""
     job.options = ["--save-steps", "10", "--epochs", "1"]
     _run_whole(job)
     (job.newest() / "optimizer.pt").unlink()
@@ -230,7 +230,7 @@ def resume_is_not_exact(job: Job) -> None:
 
 
 def script_goes_on(job: Job) -> None:
-    """8. After the save the script goes on as if training were finished"""
+    """8. After the save the script continues as if training were finished"""
     job.options = ["--step-s", "0.2"]
     code = job.stop(job.train_until(4))
     if (job.folder / "after-train.json").exists():
@@ -329,7 +329,7 @@ def _run_whole(job: Job) -> None:
 
 @contextlib.contextmanager
 def _watching(job: Job) -> Iterator[list[str]]:
-    """Checkpoints that look whole before all that belongs to them is there."""
+    """Checkpoints that look whole before they are complete."""
     seen: list[str] = []
     ended = threading.Event()
 
@@ -351,7 +351,7 @@ def _watching(job: Job) -> Iterator[list[str]]:
 
 
 def run(number: int, protection: str) -> str | None:
-    """What was lost in this scenario, from 1; None: nothing."""
+    """Return what this scenario (numbered from 1) lost, or None."""
     folder = Path(tempfile.mkdtemp(prefix="defect-"))
     job = Job(protection, folder / "job")
     try:

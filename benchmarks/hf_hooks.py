@@ -1,4 +1,4 @@
-"""What a step of a protected trainer costs: CPU time in our hooks, and in everything that tells its progress."""
+"""The cost of a step of a protected trainer: CPU time in the hooks, and in everything that reports progress."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WARM = 200
 
 
 def figures() -> dict[str, float]:
-    """`hf.hooks_us`: microseconds of CPU time a step, all local sinks on. In a process of its own."""
+    """`hf.hooks_us`: microseconds of CPU time per step with all local sinks on, measured in a separate process."""
     command = [sys.executable, "-m", "benchmarks.hf_hooks"]
     found: dict[str, float] = json.loads(
         subprocess.run(command, check=True, capture_output=True).stdout.splitlines()[-1]
@@ -54,7 +54,8 @@ def _measure_in(folder: str) -> dict[str, float]:
     from benchmarks.hf_script import Tokens
     from reprieve.adapters.transformers import protection
     from reprieve.adapters.transformers.training import ProtectedTraining
-    from reprieve.data.torch_loader import TorchLoaderPass, TorchLoaderSource
+    from reprieve.data.torch_loader import TorchLoaderSource
+    from reprieve.data.torch_pass import TorchLoaderPass
     from reprieve.transformers import protect
 
     trainer = protect(_trainer(folder, Tokens(64, 1)), notices="off")
@@ -64,7 +65,7 @@ def _measure_in(folder: str) -> dict[str, float]:
     for name in ("on_log", "on_epoch_end"):
         setattr(events, name, clock.ours(getattr(events, name)))
 
-    # A fetch is in Hugging Face's code, and our part in that: it notes the random numbers before.
+    # A fetch is Hugging Face's code, and Reprieve's part in it: it records the random numbers before.
     fetch, iterate = TorchLoaderPass._fetch, TorchLoaderSource.iterate
 
     def timed_iterate(*args: Any) -> Any:
@@ -115,8 +116,8 @@ def _trainer(folder: str, data: Any) -> Any:
 
 
 class _Clock:
-    """CPU time of this thread in what is ours, less what that calls of theirs, less what the clock takes for itself.
-    That is measured once a step: what is in no cache takes five times as long as in a loop."""
+    """CPU time of this thread in Reprieve's hooks, less the code that they call, less the cost of the clock itself.
+    The clock's cost is measured once per step: outside of the caches it takes five times as long as in a loop."""
 
     def __init__(self) -> None:
         self._ours_ns = self._calls = 0
@@ -137,7 +138,7 @@ class _Clock:
         return self._timed(call, 1)
 
     def theirs(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """What ours calls."""
+        """Code that the hooks call."""
         return self._timed(call, -1)
 
     def _timed(self, call: Callable[..., Any], sign: int) -> Callable[..., Any]:
@@ -154,7 +155,7 @@ class _Clock:
 
 
 def _sinks_ns() -> int:
-    """CPU time so far of the threads that tell."""
+    """CPU time so far of the threads that report progress."""
     return sum(
         time.clock_gettime_ns(time.pthread_getcpuclockid(one.ident))
         for one in threading.enumerate()

@@ -1,4 +1,4 @@
-"""A fine-tuning script as people write it: it has never heard of Reprieve. For `hf_defects` and its tests.
+"""An ordinary fine-tuning script that does not know Reprieve, for `hf_defects` and its tests.
 
 python -m benchmarks.hf_script OUTPUT [--jit] [--workers 2] …
 """
@@ -20,7 +20,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 
 class Tokens(Dataset[dict[str, torch.Tensor]]):
-    """Made, not downloaded; masked at random, as augmentations are."""
+    """Generated tokens, masked at random, as augmentations are."""
 
     def __init__(self, count: int, seed: int) -> None:
         self._data = torch.randint(0, 97, (count, 16), generator=torch.Generator().manual_seed(seed))
@@ -34,7 +34,7 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
 
 
 class Paced(Trainer):
-    """Steps and evaluations take as long as those of a large model, and are written down."""
+    """Makes steps and evaluations take as long as those of a large model, and records them."""
 
     def __init__(self, options: argparse.Namespace, **kwargs: Any) -> None:
         super().__init__(**kwargs)

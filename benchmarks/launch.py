@@ -1,7 +1,8 @@
-"""What the launcher costs: how long commands take to start, and how soon a run that is resumed trains again.
+"""The cost of the launcher: how long commands take to start, and how soon a resumed run trains again.
 
-The resume: one script, from a cold page cache, once under `reprieve run` and once under plain `python`, from the
-start of the process to the end of its first step. The checkpoint is half as large as the state of the other figures.
+The resume runs one script from a cold page cache, once under `reprieve run` and once under plain `python`, and measures
+from the start of the process to the end of its first step. The checkpoint is half as large as the state of the other
+figures.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def _first_step_s(command: list[str], folder: Path, env: dict[str, str]) -> floa
 
 
 def _train(folder: Path, size: int) -> None:
-    """The script. Its first start makes the checkpoint, each other one resumes from it and trains one step."""
+    """The script. Its first start saves the checkpoint; each later one resumes from it and trains one step."""
     import torch
 
     import reprieve

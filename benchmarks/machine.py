@@ -1,4 +1,4 @@
-"""Where a run was measured: without it the numbers say nothing."""
+"""The machine of a measurement: without it the numbers mean nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How everything here is timed: all jobs in a new random order each round, each from a cold page cache, medians."""
+"""Timing: all jobs in a new random order each round, each from a cold page cache; medians count."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from statistics import median
 
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 SETTLE_S = 0.3
-"""Between jobs: virtual disks go on working for a moment after a flush or a removal."""
+"""The pause between jobs: virtual disks keep working for a moment after a flush or a removal."""
 
 Extras = Mapping[str, float]
 
@@ -26,18 +26,18 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One thing to time. Only `run` is on the clock."""
+    """One job to time. Only `run` is measured."""
 
     name: str
     run: Callable[[], Extras | None]
-    """May return more numbers that it measured."""
+    """May return more measured numbers."""
     before: Callable[[], object] = _nothing
     after: Callable[[], object] = _nothing
     bytes: int = 0
     label: str = ""
-    """For the table; the name where empty."""
+    """The label in the table; empty for the name."""
     limit: str = ""
-    """Jobs whose best time is what this one is held against: those whose names start so."""
+    """The prefix of the jobs whose best time this one is compared with."""
 
     def key(self, what: str) -> str:
         """`save` has `save.s`, `save.first` has `save.first_s`."""
@@ -49,7 +49,7 @@ class Job:
 
 @dataclass(slots=True)
 class Times:
-    """What the rounds gave for one job."""
+    """The times of one job in all rounds."""
 
     seconds: list[float] = field(default_factory=list)
     extras: dict[str, list[float]] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Times:
 
 @cache
 def can_drop_caches() -> bool:
-    """Root can, except in some containers."""
+    """Whether this process can: root can, except in some containers."""
     try:
         DROP_CACHES.write_text("3\n")
     except OSError:
@@ -75,7 +75,7 @@ def can_drop_caches() -> bool:
 
 
 def settle() -> None:
-    """Nothing left to write, nothing in the page cache, nothing to collect."""
+    """Leave nothing to write, nothing in the page cache, nothing to collect."""
     gc.collect()
     os.sync()
     if can_drop_caches():
@@ -96,7 +96,7 @@ def run_once(job: Job) -> tuple[float, Extras | None]:
 def measure(
     jobs: list[Job], rounds: int, *, seed: int | None = None, so_far: dict[str, Times] | None = None
 ) -> dict[str, Times]:
-    """Progress goes to stderr. `so_far`: what earlier rounds gave; these are added."""
+    """Time the jobs; progress goes to stderr. `so_far`: the times of earlier rounds, to add to."""
     times = {job.name: Times() for job in jobs} if so_far is None else so_far
     order = random.Random(seed)
     with _Progress(len(jobs) * rounds) as said:
@@ -113,7 +113,7 @@ class _Progress:
     """A bar on stderr, and a line for each job that is done."""
 
     def __init__(self, total: int) -> None:
-        from rich.console import Console  # not at the top: a GPU machine need not have it
+        from rich.console import Console  # not at the top: a GPU machine may lack it
         from rich.progress import Progress
 
         self._bar = Progress(console=Console(stderr=True))
@@ -133,7 +133,7 @@ class _Progress:
 
 
 def rounds_in_time(rounds: int, end: float) -> Iterator[int]:
-    """1, 2, …, as long as one more round like the longest so far would be over at `end` (of the monotonic clock)."""
+    """Yield 1, 2, … as long as one more round like the longest so far would end before `end` (monotonic clock)."""
     longest = 0.0
     for number in range(1, rounds + 1):
         start = time.monotonic()

@@ -1,6 +1,6 @@
-"""The memory that one blocking save takes, in a process of its own: `python -m benchmarks.memory NAME BYTES FOLDER`.
+"""The memory that one blocking save takes in a new process: `python -m benchmarks.memory NAME BYTES FOLDER`.
 
-The peak of the resident set during the save, above what was resident before the Checkpointer was made. MiB on stdout.
+The peak of the resident set during the save, less the resident set before the Checkpointer existed. MiB on stdout.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ROOT = Path(__file__).parents[1]
 
 
 def extra_mib(name: str, size: int, folder: Path) -> float:
-    """Measured in a new process."""
+    """Measure it in a new process."""
     folder.mkdir()
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.memory", name, str(size), str(folder)],

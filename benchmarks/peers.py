@@ -1,6 +1,6 @@
-"""The ways of saving that people use today. None of them flushes everything: that is added, and counted.
+"""The usual ways of saving. None of them flushes everything: the benchmark does, and counts it.
 
-Loads end with the bytes in the live model and optimizer, by the cheapest of the ordinary ways.
+A load ends with the bytes in the live model and optimizer, by the cheapest of the ordinary ways.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Move = Callable[[TrainingState, Path], None]
 class Peer(NamedTuple):
     label: str
     save: Move
-    """Into a folder that exists."""
+    """Saves into an existing folder."""
     load: Move
     saves: bool = True
-    """False: saves as another one does, and only loads otherwise."""
+    """False: it saves as another peer does, and only loads differently."""
 
 
 def flush(folder: Path) -> None:
-    """Every file and every folder below, and the name of the folder itself."""
+    """Flush every file and folder below, and the name of the folder itself."""
     for path in [*folder.rglob("*"), folder, folder.parent]:
         fd = os.open(path, os.O_RDONLY)
         try:
@@ -75,14 +75,14 @@ def _torch_save(state: TrainingState, folder: Path) -> None:
 def _torch_load(state: TrainingState, folder: Path) -> None:
     tree = torch.load(folder / "state.pt", weights_only=True)
     state.model.load_state_dict(tree["model"])
-    state.optimizer.load_state_dict(tree["optimizer"])  # takes the loaded tensors over, no copy
+    state.optimizer.load_state_dict(tree["optimizer"])  # adopts the loaded tensors, no copy
     state.scheduler.load_state_dict(tree["scheduler"])
 
 
 def _torch_mmap_load(state: TrainingState, folder: Path) -> None:
     tree = torch.load(folder / "state.pt", weights_only=True, mmap=True)
     state.model.load_state_dict(tree["model"])
-    # load_state_dict would take the mapped tensors over, and nothing would have been read yet.
+    # load_state_dict would adopt the mapped tensors, and nothing would have been read yet.
     live = state.optimizer.state_dict()["state"]
     for index, values in tree["optimizer"]["state"].items():
         for name, value in values.items():
@@ -138,7 +138,7 @@ def jobs(folder: Path, state: TrainingState) -> list[Job]:
     expected = fingerprint(state.tensors())
     found = []
     for name, peer in PEERS.items():
-        # Files that only differ in how they are loaded are made once.
+        # Files that differ only in how they are loaded are written once.
         kept = folder / (name if peer.saves else "torch")
         written = folder / f"{name}-new"
         if peer.saves:
@@ -175,6 +175,6 @@ def _make_ready(peer: Peer, state: TrainingState, folder: Path) -> None:
 
 
 def check_restored(state: TrainingState, expected: dict[str, tuple[int, ...]], name: str) -> None:
-    """A load that did not bring every bit has no time."""
+    """Raise unless the load restored every bit: otherwise its time means nothing."""
     if fingerprint(state.tensors()) != expected:
         raise RuntimeError(f"{name}: what was restored is not what was saved")

@@ -1,13 +1,13 @@
-"""How many saves that had returned does a power cut take? Each peer's ordinary way of saving, on a disk that is cut.
+"""How many returned saves a power cut loses, for each peer's ordinary way of saving.
 
-For each cut: a fresh ext4 (tests/powercut/loopfs.py), a process that saves step 1, 2, 3 … and reports each save call
-that returned, the power cut at a random moment, a remount, and the question: does the newest checkpoint whose save had
-returned load, bit for bit? Needs root. Table on stdout, or `--json`.
+For each cut: a fresh ext4 (tests/powercut/rigs/loopfs.py), a process that saves step 1, 2, 3 … and reports each save
+call that returned, the power cut at a random moment, a remount, and a check that the newest checkpoint whose save had
+returned loads bit for bit. Needs root. The table goes to stdout, or `--json`.
 
     python -m benchmarks.powercut_peers --cuts 50 --pause 0
 
-With --pause 0 the newest save is milliseconds old at the cut and the oldest a second: the worst moment, and why there
-is often nothing older to fall back on. With a longer pause between the saves the kernel has time to write by itself.
+With --pause 0 the newest save is milliseconds old at the cut and the oldest a second: the worst case, and why there is
+often nothing older to fall back on. With a longer pause between the saves the kernel has time to write back.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ State = dict[str, Any]
 
 class Peer(NamedTuple):
     save: Callable[[Path, int], None]
-    """save(folder, step): returns when the peer says it is saved."""
+    """save(folder, step): returns when the peer reports it as saved."""
     load: Callable[[Path, int], State]
-    """load(folder, step): that step's state; raises where it cannot be had."""
+    """load(folder, step): that step's state; raises where it cannot be loaded."""
 
 
 def state_of(step: int) -> State:
@@ -101,7 +101,7 @@ def dcp_load(folder: Path, step: int) -> State:
 
 
 def synced_save(folder: Path, step: int) -> None:
-    """What it takes: without this row at 0 lost, the others' numbers would say nothing."""
+    """The control: unless this row loses nothing, the others' numbers mean nothing."""
     path = step_folder(folder, step) / "state.pt"
     with open(path.with_suffix(".tmp"), "wb") as file:
         torch.save(state_of(step), file)
@@ -170,7 +170,7 @@ def cut_once(peer: Peer, rng: random.Random, pause_s: float) -> Cut:
                 returned = saver.step()
             disk.cut()
             saver.kill()
-            # A save may have got done between our last look and the cut: not asked for, but as good.
+            # A save may have completed between the last report and the cut: not required, but as good.
             newest = max([returned, *saver.rest()])
         disk.remount()
         with Worker(lambda report: report(newest_loadable(peer, disk.path, newest + 1))) as loader:
@@ -197,9 +197,9 @@ def newest_loadable(peer: Peer, folder: Path, newest: int) -> int:
 
 
 class Worker:
-    """A forked process that does the work and reports step numbers on a pipe.
+    """A forked process that saves and reports step numbers on a pipe.
 
-    Forked from here, where torch is imported but was never used, so that there are no threads to be missed.
+    It is forked here, where torch is imported but was never used, so that no threads get lost.
     """
 
     def __init__(self, work: Callable[[Callable[[int], None]], None]) -> None:
@@ -209,10 +209,10 @@ class Worker:
         if self._pid == 0:
             try:
                 os.close(self._reports)
-                os.dup2(self._errors, 2)  # what a peer says while its disk fails under it is noise
+                os.dup2(self._errors, 2)  # what a peer prints while its disk fails is noise
                 torch.set_num_threads(1)
                 work(lambda step: report(writing, step))
-            except BaseException:  # noqa: BLE001 - a fork must not go on in its parent's code
+            except BaseException:  # noqa: BLE001 - a fork must not continue in its parent's code
                 traceback.print_exc()
             finally:
                 os._exit(0)
@@ -223,13 +223,13 @@ class Worker:
         return bool(select.select([self._reports], [], [], wait_s)[0])
 
     def step(self) -> int:
-        """The next report, waited for."""
+        """Wait for the next report."""
         if self.ready(GIVE_UP_S) and (step := os.read(self._reports, 4)):
             return int.from_bytes(step, "little")
         raise RuntimeError("the worker ended early or hangs:\n" + os.pread(self._errors, 10_000, 0).decode())
 
     def rest(self) -> list[int]:
-        """All reports that are left, once it is killed."""
+        """Return all remaining reports, once it is killed."""
         with open(self._reports, "rb", closefd=False) as file:
             return [step for (step,) in struct.iter_unpack("<I", file.read())]
 

@@ -1,8 +1,7 @@
-"""Several ranks: how evenly they split a save, what that saves where storage is the limit, and the same for a restore.
+"""Several ranks: how evenly they split a save, how much faster it is where storage is the limit, and a restore too.
 
-Real processes on this machine. Each rank has a throttled file system of its own where that is said: writes (or reads)
-of that rank take as long as they would at so many bytes a second, so that neither this machine's disk nor its two
-cores are what is measured.
+Real processes on this machine. Some figures throttle each rank's file system: its writes (or reads) take as long as
+they would at a given number of bytes per second, so that neither this machine's disk nor its two cores are measured.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from reprieve.storage.disk import Disk, OpenFile, read_into
 from reprieve.testing import SlowDisk, run_ranks, values
 
 _SHARED_BYTES = 10**9
-"""On the real disk: what each rank writes of it is counted, not timed."""
+"""On the real disk: each rank's bytes are counted, not timed."""
 _THROTTLED_BYTES = 400_000_000
 _THROTTLE = 60_000_000
-"""Bytes a second and rank: a network volume, and slow enough that four of them leave two cores time to spare."""
+"""Bytes per second and rank: a network volume, slow enough that four of them leave two cores idle at times."""
 
 
 def figures(folder: Path, rounds: int) -> dict[str, float]:
@@ -109,7 +108,7 @@ def _save(folder: Path, size: int, bytes_per_second: int | None) -> dict[str, fl
 def _restore(folder: Path, size: int, bytes_per_second: int, together: bool) -> dict[str, float]:
     _throttle_reads(bytes_per_second)
     if not together:
-        resume.ResumeJob._read_together = lambda *_: (None, None)  # type: ignore[method-assign]
+        resume.ResumeJob._join_readers = lambda *_: (None, None)  # type: ignore[method-assign]
     state = _state(size)
     with Checkpointer(folder, name="bench", rng=False, **state.parts()) as saver:
         dist.barrier()

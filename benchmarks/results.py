@@ -1,4 +1,4 @@
-"""From times to what is told: the flat `results.json`, and the table."""
+"""From times to results: the flat `results.json`, and the table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GROUPS = (
 
 
 def best_of(prefix: str, jobs: list[Job], times: Mapping[str, Times]) -> Job | None:
-    """The job with the smallest median, of those that were measured most."""
+    """The job with the smallest median, of those with the most rounds."""
     found = [job for job in jobs if job.is_below([prefix])]
     return min(found, key=lambda job: (-len(times[job.name].seconds), times[job.name].median), default=None)
 
@@ -46,7 +46,7 @@ def collect(jobs: list[Job], times: Mapping[str, Times], extra_mib: Mapping[str,
 
 
 def write(path: Path, found: Mapping[str, Any], folder: Path) -> None:
-    """Keys that were not measured this time stay as they are."""
+    """Write the results; keys that were not measured this time stay."""
     old = json.loads(path.read_text()) if path.exists() else {}
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     new = {**old, **found, "date": date, "machine": machine(folder), "versions": versions()}

@@ -23,7 +23,7 @@ _LEAST_LAYERS = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What decides how large the model is."""
+    """The dimensions that decide the size of the model."""
 
     hidden: int
     layers: int
@@ -51,7 +51,7 @@ SMALL = Shape(hidden=256, layers=2, heads=4, kv_heads=2, intermediate=1024, voca
 
 
 def shape_of(total_bytes: int) -> Shape:
-    """A model whose weights and AdamW state have that size: the vocabulary, about a quarter, takes up the rest."""
+    """Choose dimensions for this size of weights and AdamW state: the vocabulary, about a quarter, takes the rest."""
     parameters = total_bytes // BYTES_PER_PARAMETER
     for hidden in _HIDDEN_SIZES:
         heads = hidden // 64
@@ -161,11 +161,11 @@ class TrainingState:
         self.optimizer.zero_grad()
 
     def parts(self) -> dict[str, Any]:
-        """What a Checkpointer takes."""
+        """The keyword arguments for a Checkpointer."""
         return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All live tensors, flat. Asked for anew each time: some loaders put other tensors in their place."""
+        """All live tensors, flat. Collected each time: some loaders replace the tensors."""
         found: dict[str, torch.Tensor] = {f"model.{name}": value for name, value in self.model.state_dict().items()}
         for index, values in self.optimizer.state_dict()["state"].items():
             found.update({f"optimizer.{index}.{name}": value for name, value in values.items()})
@@ -176,7 +176,7 @@ class TrainingState:
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def wipe(self) -> None:
-        """Zeros everywhere: whoever restores has to bring every byte."""
+        """Overwrite everything with zeros, so that a restore must bring every byte."""
         for tensor in self.tensors().values():
             tensor.zero_()
 
@@ -186,7 +186,7 @@ def _warm_up(step: int) -> float:
 
 
 def fingerprint(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
-    """What tells any two states apart, computed where each tensor is."""
+    """A fingerprint of the state, computed on each tensor's device."""
     sums = {name: _bit_sums(tensor) if tensor.is_cuda else (_hash(tensor),) for name, tensor in tensors.items()}
     return {name: tuple(int(number) for number in numbers) for name, numbers in sums.items()}
 
@@ -197,7 +197,7 @@ def _hash(tensor: torch.Tensor) -> int:
 
 
 def _bit_sums(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two sums over the bits, one of them weighted by position; left on the GPU, so that nothing waits."""
+    """Two sums over the bits, one of them weighted by position. They stay on the GPU, so that nothing waits."""
     bits = tensor.detach().contiguous().reshape(-1).view(torch.int32)
     piece = 2**26
     plain = torch.zeros((), dtype=torch.int64, device=bits.device)

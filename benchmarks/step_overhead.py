@@ -1,8 +1,8 @@
-"""What `reprieve.Run` costs a training step while nothing happens: `python -m benchmarks.step_overhead`.
+"""The cost of `reprieve.Run` for a training step while nothing happens: `python -m benchmarks.step_overhead`.
 
-CPU time, in two ways. *Overhead*: in our calls (the next batch, `step`), less what torch's own iterator takes inside
-them. *Difference*: of the whole process in a loop with `Run`, less that in the plain loop over a loader like it, in
-turns; threads of ours and what workers send along with a batch show only here, and so does the noise of the machine.
+It measures CPU time in two ways. *Overhead*: in Reprieve's calls (the next batch, `step`), less what torch's own
+iterator takes inside them. *Difference*: of the whole process in a loop with `Run`, less that in the plain loop, in
+turns. Reprieve's threads and what workers send with a batch show only here, and so does the noise of the machine.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ import reprieve
 from reprieve.testing import run_ranks, values
 
 STEPS = 100
-"""In one go: enough for the clock not to matter, and mostly over before the kernel gives the core to somebody else."""
+"""Per reading of the clock: enough for the clock not to matter, and usually over before the kernel preempts it."""
 GOES = 30
 CASES = {"1": (1, 0), "workers": (1, 2), "4": (4, 0)}
-"""By the name in the keys: ranks, and DataLoader workers of each."""
+"""The cases by their name in the keys: ranks, and DataLoader workers of each."""
 
 
 class Overhead(NamedTuple):
@@ -47,12 +47,12 @@ def figures(folder: Path) -> dict[str, float]:
         print(f"step: direct {cost.direct_us:.2f} µs, difference {cost.difference_us:.2f} µs", file=sys.stderr)
         found[f"step.{name}.overhead_us"] = round(cost.direct_us, 3)
         found[f"step.{name}.difference_us"] = round(cost.difference_us, 3)
-    # With workers the clock sees more than our code: threads that feed them wait for the same interpreter lock.
+    # With workers the clock includes other code: threads that feed them wait for the same interpreter lock.
     return {"step.overhead_us": max(found[f"step.{name}.overhead_us"] for name in ("1", "4")), **found}
 
 
 def overhead(folder: Path, ranks: int, workers: int) -> Overhead:
-    """The rank for which it is the most."""
+    """Take the rank with the highest value."""
     told = values(run_ranks(ranks, _measure, folder, workers, timeout="120s", env={"REPRIEVE_GRACE": None}))
     return Overhead(max(direct for direct, _ in told), max(difference for _, difference in told))
 
@@ -61,8 +61,8 @@ def overhead(folder: Path, ranks: int, workers: int) -> Overhead:
 
 
 class _Samples(Dataset[Any]):
-    """Draws random numbers, as augmentation does. With workers no tensors: to get one out of a worker takes the main
-    process a millisecond, in whose noise everything else would be lost."""
+    """Draws random numbers, as augmentation does. With workers it returns no tensors: receiving one from a worker takes
+    the main process a millisecond, and its noise would hide everything else."""
 
     def __init__(self, *, tensors: bool) -> None:
         self._tensors = tensors
@@ -79,7 +79,7 @@ def _as_it_is(samples: list[float]) -> list[float]:
 
 
 class _Inside:
-    """How long torch's iterators have run."""
+    """Measures how long torch's iterators run."""
 
     def __init__(self) -> None:
         self.ns = 0
@@ -103,7 +103,7 @@ class _Inside:
 
 
 def _measure(folder: Path, workers: int) -> tuple[float, float]:
-    """Direct and difference, microseconds a step. Ranks take turns: they have a core each elsewhere."""
+    """Return overhead and difference in microseconds per step. Ranks take turns: elsewhere each has its own core."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     options: dict[str, Any] = {"num_workers": workers}
@@ -120,7 +120,7 @@ def _measure(folder: Path, workers: int) -> tuple[float, float]:
 
 
 def _goes(plain: Iterator[Any], ours: Iterator[Any], run: reprieve.Run, pause_s: float) -> tuple[float, float]:
-    """`pause_s`: before each go, so that workers are ahead and nobody waits for them."""
+    """`pause_s`: the pause before each reading, so that workers are ahead and nothing waits for them."""
     inside, loss = _Inside(), torch.zeros(())
     direct, with_run, without = [], [], []
     _plain(plain, loss)

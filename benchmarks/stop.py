@@ -1,9 +1,9 @@
-"""SIGTERM: how soon the save begins, how soon it is durable, and what a step costs while nobody asks.
+"""SIGTERM: how soon the save begins, how soon it is durable, and what a step costs without a stop request.
 
 Real processes, real signals at random moments of steps of known length. `stop.reaction_ms` is the time from the signal
-to the start of the save, less the rest of the step that was running; one rank of the job gets the signal, and the
-others hear of it from that one. `stop.x_disk` is the time from the signal until the state is durable, over what nobody
-can do without: one step, and the disk's own time for the bytes. The peer is transformers' own JIT checkpoint.
+to the start of the save, less the rest of the step that was running. One rank of the job gets the signal, and the
+others learn of it from that one. `stop.x_disk` is the time from the signal until the state is durable, divided by the
+unavoidable part: one step, and the disk's own time for the bytes. The peer is transformers' own JIT checkpoint.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from reprieve.testing import start_ranks
 
 RANKS = (1, 2, 4)
 STOPS = 20
-"""For each number of ranks."""
+"""Stops for each number of ranks."""
 PEER_ROUNDS = 3
-"""At most: each takes 20 s, and its reaction alone 3 s."""
+"""The most stops of the peer: each takes 20 s, and its reaction alone 3 s."""
 PREEMPTED = 143
 PEER = "peers.transformers_jit."
 _WAYS = [disk.Way(threads, 16 * 2**20) for threads in (1, 2, 4)]
 
 
 def figures(folder: Path, rounds: int, size: int, stops: int = STOPS) -> dict[str, float]:
-    """The flat keys for results.json. Half of `size` is saved: every stop takes a new process, which makes it."""
+    """The flat keys for results.json. Half of `size` is saved: every stop takes a new process, which creates it."""
     folder = folder / "stop"
     folder.mkdir()
     moments = random.Random(0)
@@ -52,7 +52,7 @@ def figures(folder: Path, rounds: int, size: int, stops: int = STOPS) -> dict[st
 
 
 def reaction(folder: Path, stops: int, moments: random.Random) -> dict[str, float]:
-    """Medians by the number of ranks, and the largest of them."""
+    """The medians by the number of ranks, and the largest of them."""
     found = {}
     for ranks in RANKS:
         times = [stop_ranks(folder / f"ranks-{ranks}-{n}", ranks, moments).reaction_ms for n in range(stops)]
@@ -118,7 +118,7 @@ def _summary(prefix: str, stopped: list[Stopped], disk_s_per_byte: float) -> dic
         "stop.exit_s": median(one.exit_s for one in stopped),
         "stop.x_disk": durable_s / limit_s,
     }
-    if prefix:  # ours is measured with more stops
+    if prefix:  # Reprieve's is measured with more stops
         found["stop.reaction_ms"] = median(one.reaction_ms for one in stopped)
     return {f"{prefix}{key}": value for key, value in found.items()}
 

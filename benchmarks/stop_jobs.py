@@ -1,4 +1,4 @@
-"""The training that is stopped: `python -m benchmarks.stop_jobs NAME JSON`, or a function that ranks run.
+"""The trainings to stop: `python -m benchmarks.stop_jobs NAME JSON`, or a function that ranks run.
 
 tiny             next to no state, steps of known length: how soon the save begins
 ours             a state of a given size under `reprieve.Run`: how soon it is durable
@@ -23,14 +23,14 @@ import reprieve
 from benchmarks.stop_process import BEGUN, DURABLE, Notes
 
 STEP_S = 0.02
-"""Where a step is a sleep. Longer ones would hide the times that are measured."""
+"""The length of a step that sleeps. Longer ones would hide the measured times."""
 SEQUENCE = 1024
 SEQUENCES = 4
 """A step of about 100 ms on an H200."""
 
 
 class Tokens(Dataset[Tensor]):
-    """More than anybody trains on before it is stopped."""
+    """More batches than a training reads before it is stopped."""
 
     def __init__(self, vocab: int, length: int) -> None:
         self._vocab, self._length = vocab, length
@@ -43,7 +43,7 @@ class Tokens(Dataset[Tensor]):
 
 
 def tiny(folder: Path) -> None:
-    """One of several ranks. They wait for each other in every step, as under DDP."""
+    """Run one of several ranks. They wait for each other in every step, as under DDP."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     rank, together = int(os.environ["RANK"]), dist.is_initialized()
@@ -75,7 +75,7 @@ def ours(folder: Path, shape: dict[str, int], device: str = "cpu") -> None:
             with notes.step():
                 if on_gpu:
                     state.train_step(tokens.to(device, non_blocking=True))
-                    torch.cuda.synchronize()  # as a loop does that looks at its loss
+                    torch.cuda.synchronize()  # as a loop does that reads its loss
                 else:
                     time.sleep(STEP_S)
             run.step()

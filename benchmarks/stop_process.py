@@ -1,4 +1,4 @@
-"""A training process that gets SIGTERM: what it notes, how it is stopped, and the times that follow from both.
+"""A training process that gets SIGTERM: what it records, how it is stopped, and the times that follow from both.
 
     the process    Notes: when steps began and ended, when the save began, when it was durable  →  a file
     from outside   stop(): starts it, waits until it trains, signals, waits for its end          →  Stopped
@@ -23,14 +23,14 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 BEGUN, DURABLE = "before plan", "after commit"
-"""Points of every save: the first thing that it does, and its return from the commit."""
+"""Failpoints of every save: the first thing that it does, and its return from the commit."""
 _WARM_STEPS = 5
-"""Steps before a process says that it trains."""
+"""Steps before a process reports that it trains."""
 _LOOK_S = 0.005
 
 
 class Notes:
-    """What happens in a process, kept in memory until its end: a file a step would be part of the step."""
+    """The events of a process, kept in memory until its end: writing a file per step would be part of the step."""
 
     def __init__(self, folder: Path, rank: int = 0) -> None:
         self._folder, self._rank = folder, rank
@@ -47,7 +47,7 @@ class Notes:
 
     @contextmanager
     def kept(self, **more: Any) -> Iterator[None]:
-        """Until the end of the block, however it ends; a save of Reprieve's is noted by itself."""
+        """Record the save of the block, however it ends. Reprieve's own saves are recorded automatically."""
         from reprieve import failpoints
 
         failpoints.on_reached = self.at
@@ -74,11 +74,11 @@ class Stopped:
     exited: float
     exit_codes: list[int | None]
     notes: list[Mapping[str, Any]]
-    """By rank."""
+    """The notes by rank."""
 
     @property
     def durable_s(self) -> float:
-        """From the signal until everything is on the disk."""
+        """Seconds from the signal until everything is on the disk."""
         return self._last(DURABLE) - self.signalled
 
     @property
@@ -87,7 +87,7 @@ class Stopped:
 
     @property
     def reaction_ms(self) -> float:
-        """From the signal to the start of the save, less what was left of the step that was running."""
+        """Seconds from the signal to the start of the save, less the rest of the step that was running."""
         step_ended = max(_end_of_step(notes["steps"], self.signalled) for notes in self.notes)
         return 1000 * (self._last(BEGUN) - step_ended)
 
@@ -102,7 +102,7 @@ class Stopped:
 def stop(
     arguments: Sequence[str], folder: Path, wait_s: float, *, env: Mapping[str, str] | None = None, limit_s: float = 300
 ) -> Stopped:
-    """`python -m …` with these arguments, SIGTERM `wait_s` after it trains, its end. What it says goes to stderr."""
+    """`python -m …` with these arguments, SIGTERM `wait_s` after it trains, its end. Its output goes to stderr."""
     path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
     with subprocess.Popen(
         [sys.executable, "-m", *arguments],
@@ -124,7 +124,7 @@ def stop(
 
 
 def wait_until_training(folder: Path, ranks: int, alive: Any, limit_s: float) -> None:
-    """Every rank has made some steps."""
+    """Whether every rank has completed some steps."""
     end = time.monotonic() + limit_s
     while not all(_trains(folder, rank).exists() for rank in range(ranks)):
         if not alive() or time.monotonic() > end:
@@ -137,7 +137,7 @@ def read_notes(folder: Path, ranks: int) -> list[Mapping[str, Any]]:
 
 
 def _end_of_step(steps: Sequence[tuple[float, float]], moment: float) -> float:
-    """Of the step that was running then; the moment itself where none was."""
+    """The end of the step that was running at this time, or the time itself if none was."""
     return next((ended for _, ended in steps if ended >= moment), moment)
 
 
