@@ -215,7 +215,7 @@ def _go_on(
             enter()
         if stop == (epoch, 0) and count == 0:
             raise rest(epoch)
-        one = source.start(position, enter=enter if first else None)
+        one = source.start(position, before_first_fetch=enter if first else None)
         for batch in one:
             seen[epoch].append([batch, draw()])
             count += 1

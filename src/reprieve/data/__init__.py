@@ -1,1 +1,1 @@
-"""Where in the data a run is: the next start sees the very batches that this one would have seen."""
+"""Positions in data: a resumed run sees the very batches that an undisturbed run would see."""

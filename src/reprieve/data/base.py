@@ -1,30 +1,33 @@
-"""One pass over the batches of a loader: what `ResumableLoader.start` gives, whatever the loader is.
+"""The interfaces behind `ResumableLoader`: a pass over batches, and a source of passes for each kind of loader.
 
-Batches go out through `__next__`; `mark` says that those so far are consumed; `state` is the position at the last mark.
+A training loop takes batches from a `Pass`. It calls `mark` when a step is complete: the batches yielded so far are
+then consumed. `state` returns the position at the last mark.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
+from reprieve.data.positions import LoaderPosition, PassPosition
 from reprieve.data.redistribution import SampleRedistribution
 
-Enter = Callable[[], None]
-"""Puts the global random numbers to where the interrupted process had them. Called once, before the first fetch."""
+BeforeFirstFetch = Callable[[], None]
+"""Restores the global random number generators of the interrupted process. Called once, before the first fetch."""
 
 
 class Pass(ABC):
     """An iterator over the batches of one pass, from its start or from a saved position."""
 
-    def __init__(self, saved: Mapping[str, Any] | None, enter: Enter | None) -> None:
-        self._saved: Mapping[str, Any] = saved or {}
-        self._enter = enter
-        self._yielded = self._marked = int(self._saved.get("consumed", 0))
-        self._dealt: Mapping[str, Any] | None = self._saved.get("dealt")
-        """Its batches are others than those before it, which count as `at` (dealing.py)."""
-        self._at: int = self._dealt["at"] if self._dealt else 0
+    def __init__(self, saved: PassPosition | None, before_first_fetch: BeforeFirstFetch | None) -> None:
+        self._saved = saved or PassPosition()
+        self._before_first_fetch = before_first_fetch
+        self._yielded = self._marked = self._saved.consumed
+        self._redistribution = self._saved.redistribution
+        self._first_batch = self._redistribution.first_batch if self._redistribution else 0
+        """The number of the first batch that this loader makes (redistribution.py)."""
         self._begun = False
         self.exhausted = False
         """There was no further batch."""
@@ -33,12 +36,12 @@ class Pass(ABC):
         return self
 
     def __next__(self) -> Any:
-        # Nothing happens before the first batch is asked for: a stock loop, too, draws its random numbers only then.
+        # Nothing happens before the first batch is requested: a stock loop, too, draws its random numbers only then.
         if self.exhausted:
             raise StopIteration
         if not self._begun:
-            if self._enter is not None:
-                self._enter()
+            if self._before_first_fetch is not None:
+                self._before_first_fetch()
             self._begin()
             self._begun = True
         try:
@@ -50,45 +53,48 @@ class Pass(ABC):
         return batch
 
     def mark(self) -> None:
-        """What was yielded so far is consumed. Called at every step of a run: a microsecond."""
+        """Count the batches yielded so far as consumed. Called at every step of a run: takes a microsecond."""
         self._marked = self._yielded
 
-    def state(self) -> dict[str, Any]:
-        """The position at the last mark, in types that `torch.load(weights_only=True)` loads."""
+    def position(self) -> PassPosition:
+        """Return the position at the last mark."""
         if not self._begun:
-            return {"consumed": 0, **self._saved}
-        dealt = {"dealt": self._dealt} if self._dealt else {}
-        return {"consumed": self._marked, **self._state(), **dealt}
+            return self._saved
+        return replace(self._position(), consumed=self._marked, redistribution=self._redistribution)
+
+    def state(self) -> dict[str, Any]:
+        """Return the position at the last mark, in types that `torch.load(weights_only=True)` loads."""
+        return self.position().to_state()
 
     @abstractmethod
     def _begin(self) -> None:
-        """Go to where `_saved` says, and leave the global random numbers as they are."""
+        """Go to the saved position. The global random number generators stay as they are."""
 
     @abstractmethod
     def _fetch(self) -> Any:
-        """The next batch, or StopIteration."""
+        """Return the next batch, or raise StopIteration."""
 
-    def _state(self) -> dict[str, Any]:
-        """What `_begin` needs besides the number of batches."""
-        return {}
+    def _position(self) -> PassPosition:
+        """Return what `_begin` needs besides the number of batches."""
+        return PassPosition()
 
     def close(self) -> None:
-        """Let go of what the pass holds."""
+        """Release what the pass holds."""
         self.exhausted = True
 
 
 class BatchSource(Protocol):
     """Passes over one kind of loader. `ResumableLoader` picks the kind."""
 
-    dealing: SampleRedistribution | None
-    """How it deals out its samples; None: that is not known."""
+    redistribution: SampleRedistribution | None
+    """How the loader makes batches of its samples. None: unknown."""
 
-    def start(self, saved: Mapping[str, Any] | None, enter: Enter | None) -> Pass: ...
+    def start(self, saved: PassPosition | None, before_first_fetch: BeforeFirstFetch | None) -> Pass: ...
 
-    def state(self) -> dict[str, Any]:
-        """What the next pass depends on, besides a position in it."""
+    def position(self) -> LoaderPosition:
+        """Return what the next pass depends on, besides a position in it."""
         ...
 
-    def restore(self, state: Mapping[str, Any]) -> None: ...
+    def restore(self, position: LoaderPosition) -> None: ...
 
     def end_workers(self) -> None: ...

@@ -1,9 +1,10 @@
-"""Thin stand-ins for a dataset, in workers or in the main process.
+"""Thin proxies for a dataset, in workers or in the main process.
 
-    Answering   a map-style dataset that answers blanks (sampling.py)
-    Followed    an iterable one; `IterableCursor` knows where it is, if the dataset or its iterator has a state_dict
+    PlaceholderDataset   for a map-style dataset: returns placeholders as they are (resumable_sampler.py)
+    TrackedIterable      for an iterable dataset: an `IterableCursor` knows its position, if the dataset or its iterator
+                         has a `state_dict`
 
-All else that is asked of them is the dataset's.
+Everything else is forwarded to the dataset.
 """
 
 from __future__ import annotations
@@ -13,22 +14,23 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from reprieve.data import hf_streams
+from reprieve.data.positions import DatasetPosition
 from reprieve.data.resumable_sampler import Placeholder
 from reprieve.rng import restore_rng
 
 
 class PositionError(Exception):
-    """The dataset could not load a position that it had given out itself. May come from a worker."""
+    """A dataset could not load a position that it had returned itself. May come from a worker."""
 
     @property
     def cause(self) -> str:
-        """What it raised. Torch puts a worker's traceback before it."""
+        """What the dataset raised. Torch puts a worker's traceback before it."""
         return str(self).rstrip().rpartition("PositionError: ")[2]
 
 
 class DatasetProxy:
-    """Is taken for the dataset: `isinstance`, attributes read and set (a worker_init_fn does that). Its own attributes
-    have names that no dataset has."""
+    """A proxy that passes for the dataset: in `isinstance`, and for attributes that are read or set (as a
+    `worker_init_fn` does). Its own attributes have names that no dataset has."""
 
     def __init__(self, dataset: Any) -> None:
         object.__setattr__(self, "_reprieve_dataset", dataset)
@@ -55,113 +57,119 @@ class DatasetProxy:
 
 
 class PlaceholderDataset(DatasetProxy):
-    """A map-style dataset."""
+    """A map-style dataset that returns placeholders as they are."""
 
     def __getitem__(self, index: Any) -> Any:
         return index if isinstance(index, Placeholder) else self._reprieve_dataset[index]
 
     def __getattr__(self, name: str) -> Any:
         found = super().__getattr__(name)
-        return _blank_or(found) if name == "__getitems__" and found else found
+        return _pass_placeholders(found) if name == "__getitems__" and found else found
 
 
-def _blank_or(getitems: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _pass_placeholders(getitems: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda indices: list(indices) if isinstance(indices, Placeholder) else getitems(indices)
 
 
 class TrackedIterable(DatasetProxy):
-    """An iterable dataset."""
+    """An iterable dataset whose iteration a cursor starts and follows."""
 
-    def __init__(self, dataset: Any, items: IterableCursor) -> None:
+    def __init__(self, dataset: Any, cursor: IterableCursor) -> None:
         super().__init__(dataset)
-        object.__setattr__(self, "_reprieve_items", items)
+        object.__setattr__(self, "_reprieve_cursor", cursor)
 
-    def __iter__(self) -> _Going:
-        going: _Going = self._reprieve_items.begin(self._reprieve_dataset)
-        return going
+    def __iter__(self) -> _TrackedIterator:
+        iterator: _TrackedIterator = self._reprieve_cursor.iterate(self._reprieve_dataset)
+        return iterator
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._reprieve_dataset, self._reprieve_items)
+        return type(self), (self._reprieve_dataset, self._reprieve_cursor)
 
 
 class IterableCursor:
-    """Where an iterable dataset goes on, and where it is. Each worker has a copy."""
+    """The position of an iterable dataset: where its next iteration starts, and where the current one is. Each worker
+    has a copy."""
 
     def __init__(self) -> None:
-        self._next: tuple[Any, Any, bool] = None, None, False
-        self._going: _Going | None = None
+        self._next: tuple[DatasetPosition | None, Mapping[str, Any] | None, bool] = None, None, False
+        self._current: _TrackedIterator | None = None
 
-    def go_on(self, position: Mapping[str, Any] | None, rng: Mapping[str, Any] | None, *, blank: bool = False) -> None:
-        """The next iteration goes on there. `blank`: its first item is none."""
-        self._next = position, rng, blank
+    def resume_at(
+        self, position: DatasetPosition | None, rng: Mapping[str, Any] | None, *, placeholder: bool = False
+    ) -> None:
+        """Start the next iteration there. `placeholder`: its first item is one."""
+        self._next = position, rng, placeholder
 
-    def begin(self, dataset: Any) -> _Going:
-        then, self._next = self._next, (None, None, False)
-        self._going = _Going(dataset, *then)
-        return self._going
+    def iterate(self, dataset: Any) -> _TrackedIterator:
+        arguments, self._next = self._next, (None, None, False)
+        self._current = _TrackedIterator(dataset, *arguments)
+        return self._current
 
-    def position(self) -> dict[str, Any] | None:
-        """None: it cannot tell."""
-        return self._going.position() if self._going is not None else None
+    def position(self) -> DatasetPosition | None:
+        """Return the position of the current iteration. None: unknown."""
+        return self._current.position() if self._current is not None else None
 
 
-class _Going:
-    """One iteration."""
+class _TrackedIterator:
+    """One iteration over a dataset."""
 
-    def __init__(self, dataset: Any, position: Any, rng: Any, blank: bool) -> None:
+    def __init__(
+        self, dataset: Any, position: DatasetPosition | None, rng: Mapping[str, Any] | None, placeholder: bool
+    ) -> None:
         self._dataset = dataset
-        self._tells = is_stateful(dataset) and hf_streams.why_inexact(dataset) is None
-        self._blank = blank
+        self._dataset_is_exact = is_stateful(dataset) and hf_streams.why_inexact(dataset) is None
+        self._placeholder_is_next = placeholder
         self._ended = False
-        self._entering = position is not None
-        """A position was loaded, and no item has come since: some datasets load it only then."""
+        self._is_loading = position is not None
+        """A position was loaded, and no item has come since: some datasets load it only with their first item."""
         if position is None:
             self._inner = iter(dataset)
         else:
-            with _loading():
-                self._enter(position)
+            with _position_errors():
+                self._load(position)
         if rng is not None:
             restore_rng(rng, {})
 
-    def _enter(self, position: Mapping[str, Any]) -> None:
-        if position["of"] == "dataset":
-            self._dataset = hf_streams.for_one_pass(self._dataset)
-            self._dataset.load_state_dict(position["state"])
+    def _load(self, position: DatasetPosition) -> None:
+        if position.holder == "dataset":
+            self._dataset = hf_streams.copy_for_one_pass(self._dataset)
+            self._dataset.load_state_dict(position.state)
         self._inner = iter(self._dataset)
-        self._ended = position["ended"]
-        if position["of"] == "iterator":
-            self._inner.load_state_dict(position["state"])
+        self._ended = position.ended
+        if position.holder == "iterator":
+            self._inner.load_state_dict(position.state)
 
-    def __iter__(self) -> _Going:
+    def __iter__(self) -> _TrackedIterator:
         return self
 
     def __next__(self) -> Any:
-        if self._blank:
-            self._blank = False
+        if self._placeholder_is_next:
+            self._placeholder_is_next = False
             return Placeholder()
         if self._ended:
             raise StopIteration
         try:
-            return self._first() if self._entering else next(self._inner)
+            return self._first_after_loading() if self._is_loading else next(self._inner)
         except StopIteration:
             self._ended = True
             raise
 
-    def _first(self) -> Any:
-        self._entering = False
-        with _loading():
+    def _first_after_loading(self) -> Any:
+        self._is_loading = False
+        with _position_errors():
             return next(self._inner)
 
-    def position(self) -> dict[str, Any] | None:
+    def position(self) -> DatasetPosition | None:
         if is_stateful(self._inner):
-            return {"of": "iterator", "state": self._inner.state_dict(), "ended": self._ended}
-        if self._tells:
-            return {"of": "dataset", "state": self._dataset.state_dict(), "ended": self._ended}
+            return DatasetPosition(holder="iterator", state=self._inner.state_dict(), ended=self._ended)
+        if self._dataset_is_exact:
+            return DatasetPosition(holder="dataset", state=self._dataset.state_dict(), ended=self._ended)
         return None
 
 
 @contextlib.contextmanager
-def _loading() -> Iterator[None]:
+def _position_errors() -> Iterator[None]:
+    """Turn whatever a dataset raises into a PositionError."""
     try:
         yield
     except StopIteration:
@@ -170,6 +178,6 @@ def _loading() -> Iterator[None]:
         raise PositionError(f"{type(error).__name__}: {error}") from error
 
 
-def is_stateful(one: Any) -> bool:
-    """The protocol of torchdata's StatefulDataLoader."""
-    return callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None))
+def is_stateful(candidate: Any) -> bool:
+    """Whether it has the protocol of torchdata's StatefulDataLoader."""
+    return callable(getattr(candidate, "state_dict", None)) and callable(getattr(candidate, "load_state_dict", None))

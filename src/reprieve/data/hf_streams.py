@@ -1,6 +1,6 @@
-"""What is peculiar to the streams of Hugging Face `datasets`. They are recognised by their attributes, not imported.
+"""Peculiarities of the streams of Hugging Face `datasets`, which are recognised by their attributes, not imported.
 
-Such a stream has `state_dict` and `load_state_dict`, but its position is not always exact, and once loaded it is loaded
+Such a stream has `state_dict` and `load_state_dict`, but its position is not always exact. A loaded position is loaded
 again at the start of every later pass of the same epoch.
 """
 
@@ -14,8 +14,9 @@ _LOADED = "_starting_state_dict"
 _STEPS = "_ex_iterable"
 _BUFFER = "BufferShuffledExamplesIterable"
 _EXACT_SINCE = (5, 2)
-"""From this version of `datasets` on, positions are exact but for shuffle buffers (tests/unit/test_data_streams.py). In
-4.0 to 4.7 those of batched maps are not, in 4.8 those of filters; in 5.0 none are after a second resume."""
+"""From this version of `datasets` on, positions are exact except with shuffle buffers (tests/unit/data/
+test_hf_streams.py). In 4.0 to 4.7 those of batched maps are inexact, in 4.8 those of filters; in 5.0 all are after a
+second resume."""
 
 
 def is_stream(dataset: Any) -> bool:
@@ -23,7 +24,7 @@ def is_stream(dataset: Any) -> bool:
 
 
 def why_inexact(dataset: Any) -> str | None:
-    """Why its own position would leave out, or repeat, items of this stream; None: it is exact, or no such stream."""
+    """Return why the stream's own position would omit or repeat items. None: it is exact, or not such a stream."""
     if not is_stream(dataset):
         return None
     if any(type(step).__name__ == _BUFFER for step in _steps(vars(dataset)[_STEPS])):
@@ -34,8 +35,9 @@ def why_inexact(dataset: Any) -> str | None:
     return None
 
 
-def for_one_pass(dataset: Any) -> Any:
-    """What a position can be loaded into without a trace in later passes. Other datasets are themselves."""
+def copy_for_one_pass(dataset: Any) -> Any:
+    """Return a copy of a stream, into which a position can be loaded without effect on later passes. Other datasets
+    are returned as they are."""
     if not is_stream(dataset):
         return dataset
     copy = object.__new__(type(dataset))
@@ -44,7 +46,7 @@ def for_one_pass(dataset: Any) -> Any:
 
 
 def loaded_position(dataset: Any) -> Any:
-    """What was loaded, and is loaded again at every pass of that epoch; None for other datasets."""
+    """Return the position that was loaded, and is loaded again at every pass of that epoch; None for other datasets."""
     return vars(dataset)[_LOADED] if is_stream(dataset) else None
 
 
@@ -54,7 +56,7 @@ def set_loaded_position(dataset: Any, position: Any) -> None:
 
 
 def _steps(step: Any) -> Iterator[Any]:
-    """All steps that the items of a stream go through: map, filter, shuffle, …"""
+    """Yield all steps that the items of a stream go through: map, filter, shuffle, …"""
     yield step
     for inner in (getattr(step, "ex_iterable", None), *getattr(step, "ex_iterables", ())):
         if inner is not None:

@@ -1,10 +1,10 @@
-"""Passes over what is no DataLoader.
+"""Passes over loaders that are not a plain DataLoader.
 
-    IndexedPass    a list of batches or another sequence: goes on at the index
-    StatefulPass   something with state_dict and load_state_dict: says itself where it is
-    SkippingPass   any other iterable: its items are taken again and dropped
+    IndexedPass    a list of batches or another sequence: resumes at the index
+    StatefulPass   a loader with `state_dict` and `load_state_dict`, such as torchdata's StatefulDataLoader
+    ReplayedPass   any other iterable: its items are read again and dropped
 
-The second is also for torchdata's StatefulDataLoader.
+`IterableSource` picks the kind of pass.
 """
 
 from __future__ import annotations
@@ -12,51 +12,56 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from reprieve.data import hf_streams
-from reprieve.data.base import Enter, Pass
+from reprieve.data.base import BeforeFirstFetch, Pass
 from reprieve.data.dataset_proxies import is_stateful
 from reprieve.data.loader_rng import LoaderRng, restore_global
+from reprieve.data.positions import LoaderPosition, PassPosition
 from reprieve.data.redistribution import SampleRedistribution
-from reprieve.data.replay import NO_STATE, read_again
-from reprieve.data.worker_processes import end, noted
+from reprieve.data.replay import NO_STATE, replay
+from reprieve.data.worker_processes import end_processes, track_children
 from reprieve.rng import capture_rng
 
 
 class IterableSource:
-    """Something that can be iterated."""
+    """Passes over anything that can be iterated."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
-        self.dealing: SampleRedistribution | None = None
+        self.redistribution: SampleRedistribution | None = None
         self.rng = LoaderRng(loader)
-        self.own: Mapping[str, Any] | None = None
+        self.restored_rng: Mapping[str, Any] | None = None
+        """The loader's own generators in the interrupted process."""
         self.children: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
 
-    def start(self, saved: Mapping[str, Any] | None, enter: Enter | None) -> Pass:
+    def start(self, saved: PassPosition | None, before_first_fetch: BeforeFirstFetch | None) -> Pass:
         if isinstance(self.loader, Sequence) or not hasattr(self.loader, "__iter__"):
-            return IndexedPass(self, saved, enter)
+            return IndexedPass(self, saved, before_first_fetch)
         why_inexact = hf_streams.why_inexact(getattr(self.loader, "dataset", None))
         if why_inexact is not None or not is_stateful(self.loader):
-            return SkippingPass(self, saved, enter, why_inexact or NO_STATE)
-        return StatefulPass(self, saved, enter, "has saved no position of its own")
+            return ReplayedPass(self, saved, before_first_fetch, why_inexact or NO_STATE)
+        return StatefulPass(self, saved, before_first_fetch, "has saved no position of its own")
 
-    def state(self) -> dict[str, Any]:
-        return self.rng.capture_own()
+    def position(self) -> LoaderPosition:
+        return LoaderPosition(**self.rng.capture_own())
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self.own = state
-        self.rng.restore_own(state)
+    def restore(self, position: LoaderPosition) -> None:
+        self.restored_rng = position.own_rng
+        self.rng.restore_own(position.own_rng)
 
     def end_workers(self) -> None:
-        end(list(self.children), lambda: None)
+        end_processes(list(self.children), lambda: None)
 
 
 class _IterablePass(Pass):
-    def __init__(self, source: IterableSource, saved: Mapping[str, Any] | None, enter: Enter | None) -> None:
-        super().__init__(saved, enter)
+    def __init__(
+        self, source: IterableSource, saved: PassPosition | None, before_first_fetch: BeforeFirstFetch | None
+    ) -> None:
+        super().__init__(saved, before_first_fetch)
         self._source = source
         self._batches: Iterator[Any] = iter(())
 
@@ -64,14 +69,14 @@ class _IterablePass(Pass):
         return next(self._batches)
 
     def _iterate(self) -> None:
-        with noted(self._source.children):
+        with track_children(self._source.children):
             self._batches = iter(self._source.loader)
 
-    def _set_back(self, entry: Mapping[str, Any]) -> None:
-        """The random numbers to where they were before the position was looked for."""
-        restore_global(entry)
-        if self._source.own is not None:
-            self._source.rng.restore_generators(self._source.own)
+    def _restore_rng(self, global_rng: Mapping[str, Any]) -> None:
+        """Restore the generators after the position was sought: the global ones as they were before that."""
+        restore_global(global_rng)
+        if self._source.restored_rng is not None:
+            self._source.rng.restore_generators(self._source.restored_rng)
 
     def close(self) -> None:
         super().close()
@@ -89,82 +94,88 @@ class IndexedPass(_IterablePass):
             raise StopIteration from None
 
 
-class SkippingPass(_IterablePass):
+class ReplayedPass(_IterablePass):
     def __init__(
-        self, source: IterableSource, saved: Mapping[str, Any] | None, enter: Enter | None, why_again: str
+        self,
+        source: IterableSource,
+        saved: PassPosition | None,
+        before_first_fetch: BeforeFirstFetch | None,
+        replay_reason: str,
     ) -> None:
-        super().__init__(source, saved, enter)
-        self._why_again = why_again
+        super().__init__(source, saved, before_first_fetch)
+        self._replay_reason = replay_reason
 
     def _begin(self) -> None:
-        entry = capture_rng({})
-        if "start" in self._saved:
-            self._source.rng.restore(self._saved["start"])
-        self._start: Mapping[str, Any] = self._source.rng.capture()
+        global_rng = capture_rng({})
+        if self._saved.start_rng is not None:
+            self._source.rng.restore(self._saved.start_rng)
+        self._start_rng: Mapping[str, Any] = self._source.rng.capture()
         self._iterate()
         if self._yielded:
-            read_again(self._batches, self._yielded, type(self._source.loader).__name__, self._why_again)
-            self._set_back(entry)
+            replay(self._batches, self._yielded, type(self._source.loader).__name__, self._replay_reason)
+            self._restore_rng(global_rng)
 
-    def _state(self) -> dict[str, Any]:
-        return {"start": self._start}
+    def _position(self) -> PassPosition:
+        return PassPosition(start_rng=self._start_rng)
 
 
-class StatefulPass(SkippingPass):
-    _last: dict[str, Any] | None = None
-    """Its state at the last mark, if it is further now."""
-    _entering = 0
-    """Its state was loaded, and until so many batches have come, each worker may still find that it does not fit."""
+class StatefulPass(ReplayedPass):
+    _state_at_mark: Any = None
+    """The loader's state at the last mark, if the loader is further now."""
+    _unproven_fetches = 0
+    """How many more fetches may find that the loaded state does not fit: the first one of each worker."""
 
     def _begin(self) -> None:
-        if "loader" not in self._saved:
+        if self._saved.loader_state is None:
             super()._begin()
             return
-        entry = capture_rng({})
-        # A checkpoint of an earlier version has no start.
-        self._start = self._saved.get("start", entry)
-        self._entering = max(1, getattr(self._source.loader, "num_workers", 0))
-        self._dataset_before = hf_streams.loaded_position(self._dataset)
+        global_rng = capture_rng({})
+        # Checkpoints of earlier versions have no `start_rng`.
+        self._start_rng = self._saved.start_rng if self._saved.start_rng is not None else global_rng
+        self._unproven_fetches = max(1, getattr(self._source.loader, "num_workers", 0))
+        self._position_before = hf_streams.loaded_position(self._dataset)
         try:
-            self._source.loader.load_state_dict(self._saved["loader"])
+            self._source.loader.load_state_dict(self._saved.loader_state)
             self._iterate()
         except Exception as error:  # noqa: BLE001 - whatever a dataset raises
-            self._read_again_after(error)
+            self._replay_after(error)
         if self._yielded:
-            self._set_back(entry)
+            self._restore_rng(global_rng)
 
     def _fetch(self) -> Any:
         if self._yielded == self._marked:
-            self._last = self._source.loader.state_dict()
-        if not self._entering:
+            self._state_at_mark = self._source.loader.state_dict()
+        if not self._unproven_fetches:
             return super()._fetch()
-        self._entering -= 1
+        self._unproven_fetches -= 1
         try:
             return super()._fetch()
         except StopIteration:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a dataset raises
-            self._read_again_after(error)
+            self._replay_after(error)
             return super()._fetch()
         finally:
-            hf_streams.set_loaded_position(self._dataset, self._dataset_before)
+            hf_streams.set_loaded_position(self._dataset, self._position_before)
 
-    def _read_again_after(self, error: Exception) -> None:
-        """The state cannot be loaded: only the number of batches is left of the position."""
-        self._entering = 0
-        hf_streams.set_loaded_position(self._dataset, self._dataset_before)
-        self._why_again = f"cannot load the state that it saved ({type(error).__name__}: {error})"
-        self._saved = {name: value for name, value in self._saved.items() if name != "loader"}
+    def _replay_after(self, error: Exception) -> None:
+        """Replay the pass from its start, because the loader could not load its state."""
+        self._unproven_fetches = 0
+        hf_streams.set_loaded_position(self._dataset, self._position_before)
+        self._replay_reason = f"cannot load the state that it saved ({type(error).__name__}: {error})"
+        self._saved = replace(self._saved, loader_state=None)
         with contextlib.suppress(Exception):
-            self._source.loader.load_state_dict({})  # torchdata's: as if none had been loaded
+            self._source.loader.load_state_dict({})  # torchdata's loader: as if no state had been loaded
         super()._begin()
 
     @property
     def _dataset(self) -> Any:
         return getattr(self._source.loader, "dataset", None)
 
-    def _state(self) -> dict[str, Any]:
+    def _position(self) -> PassPosition:
         if hf_streams.is_stream(self._dataset) and self._marked < getattr(self._source.loader, "num_workers", 0):
-            return super()._state()  # in a worker that has given nothing yet, such a stream says that of all workers
-        ahead = self._yielded != self._marked and self._last is not None
-        return {**super()._state(), "loader": self._last if ahead else self._source.loader.state_dict()}
+            # While one worker has yielded nothing, such a stream reports that for all workers.
+            return super()._position()
+        is_past = self._yielded != self._marked and self._state_at_mark is not None
+        state = self._state_at_mark if is_past else self._source.loader.state_dict()
+        return replace(super()._position(), loader_state=state)

@@ -1,4 +1,8 @@
-"""The random numbers that the order of batches depends on: the global generators and those that a loader holds."""
+"""The random number generators that the order of batches depends on: the global ones and those that a loader holds.
+
+A pass captures them when it starts (`capture`), so that a resumed pass draws the same order. What the loader holds is
+also part of every saved loader position (`capture_own`).
+"""
 
 from __future__ import annotations
 
@@ -16,13 +20,13 @@ _GENERATORS = ("generator", "synchronized_generator")
 
 
 class LoaderRng:
-    """All generators of one loader, each once. Looked up anew each time: some samplers make theirs when first used."""
+    """All generators of one loader, each once. Looked up each time: some samplers make theirs when first used."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
 
     def capture(self) -> dict[str, Any]:
-        """All that the order of a pass follows from, at its start: the global generators too."""
+        """Capture all that the order of a pass depends on, including the global generators."""
         return {**capture_rng({}), **self.capture_own()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -30,7 +34,7 @@ class LoaderRng:
         self.restore_own(state)
 
     def capture_own(self) -> dict[str, Any]:
-        """Only what the loader holds."""
+        """Capture only what the loader holds."""
         state = capture_rng(self._generators(), everything=False)
         for part, found in (
             ("seeds", {name: holder.initial_seed for name, holder in self._seeded()}),
@@ -49,7 +53,7 @@ class LoaderRng:
                 holder.load_state_dict(state["samplers"][name])
 
     def restore_generators(self, state: Mapping[str, Any]) -> None:
-        """As `restore_own`, while samplers are being iterated: they are not touched."""
+        """Restore only the generators. Samplers that are being iterated stay as they are."""
         saved = state.get("generators", {})
         found = {name: generator for name, generator in self._generators().items() if name in saved}
         restore_rng(state, found, everything=False)
@@ -64,14 +68,14 @@ class LoaderRng:
         return dict(found.values())
 
     def _seeded(self) -> Iterator[tuple[str, Any]]:
-        """Accelerate's sampler takes its seed from torch when it is made: another one in each start of a program that
-        sets none."""
+        """Yield accelerate's samplers. Each takes its seed from torch when it is made, so the seed differs between
+        starts of a program that sets none."""
         for name, holder in self._samplers():
             if isinstance(getattr(holder, "initial_seed", None), int):
                 yield name, holder
 
     def _stateful(self) -> Iterator[tuple[str, Any]]:
-        """Samplers that have more than a generator to remember, say an epoch."""
+        """Yield samplers that remember more than a generator, such as an epoch."""
         return ((name, holder) for name, holder in self._samplers() if is_stateful(holder))
 
     def _samplers(self) -> Iterator[tuple[str, Any]]:
@@ -79,15 +83,15 @@ class LoaderRng:
 
 
 def restore_global(state: Mapping[str, Any]) -> None:
-    """The global generators of what `capture` or `capture_rng` gave."""
+    """Restore the global generators from what `capture` or `capture_rng` returned."""
     if "cuda" in state and len(state["cuda"]) != torch.cuda.device_count():
-        # Of other devices: nothing in a loader's order hangs on them.
+        # States of other devices are left out: the order of a loader does not depend on them.
         state = {part: value for part, value in state.items() if part != "cuda"}
     restore_rng(state, {})
 
 
 def _holders(holder: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """The loader, its samplers, and samplers inside these: accelerate puts a batch sampler around another one."""
+    """Yield the loader, its samplers, and samplers inside these: accelerate puts a batch sampler around another one."""
     seen.add(id(holder))
     yield name, holder
     for attribute in _HOLDERS:

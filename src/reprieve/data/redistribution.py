@@ -1,16 +1,11 @@
-"""The rest of a pass, dealt out in other batches than before: of another size, or to another number of ranks.
+"""Redistribution: the rest of a pass in other batches than before, of another size or for another number of ranks.
 
-Each sample of it is given out once, wherever the batches before had come to. A position says so with `dealt`:
+Each remaining sample comes once, wherever the earlier batches ended. A redistributed position holds a `Redistribution`:
+how many samples are consumed, and the number of the first new batch. To redistribute once more, a position also holds
+`batches_read`, `samples_per_batch`, `batches_by_worker` and `independent_readers` (positions.py).
 
-    samples   how many were done, by all ranks together, when they were dealt out anew
-    parts     the same of each worker, where workers read parts of a stream
-    at        which number the first of the new batches has
-
-and, so that it can be dealt out again: `read`, the batches of the DataLoader since then, `size`, what each of them took
-off the order of all, `given`, how many each worker made, and `apart`, how many ranks read a stream each in its own way.
-
-A map-style pass then leaves out the first indices of its sampler, a stream is taken to its own position, or, if it has
-none, its first samples are read again and dropped.
+A map-style pass then skips the first indices of its sampler. A stream goes to its own position; if it has none, its
+first samples are read again and dropped.
 """
 
 from __future__ import annotations
@@ -18,7 +13,8 @@ from __future__ import annotations
 import copy
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -26,126 +22,150 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, get_worker_info
 
 from reprieve.data.dataset_proxies import DatasetProxy
-from reprieve.data.replay import read_again
-
-_KEPT = ("start", "reused", "iteration", "ended")
-_OF_STREAMS = ("dataset", "workers", "last")
+from reprieve.data.positions import PassPosition, Redistribution
+from reprieve.data.replay import replay
 
 
 class SampleRedistribution:
-    """How a DataLoader deals out its samples. `stride`: so many of its batches make one for the loop; `drop_last`: if
-    there are as many. `dispatched`: one rank reads for all."""
+    """How a DataLoader makes batches of its samples."""
 
     def __init__(self, loader: Any, stride: int = 1, *, drop_last: bool = False, dispatched: bool = False) -> None:
+        """`stride` batches of the loader make one for the training loop; with `drop_last`, an incomplete one is
+        dropped. `dispatched`: one rank reads for all."""
         self._loader = loader
         self._stride = stride
         self._drop_last = drop_last
-        self._stream = isinstance(loader.dataset, IterableDataset)
-        self._apart = 1 if dispatched else apart(loader)
+        self._is_stream = isinstance(loader.dataset, IterableDataset)
+        self._independent_readers = 1 if dispatched else independent_readers(loader)
 
-    def again(self, position: Mapping[str, Any], multiple: int) -> dict[str, Any] | None:
-        """The position in batches of this loader; it was saved in those of another. Its number of batches is a multiple
-        of `multiple`. None: it is not known how this one makes its batches, or that one did."""
-        size, done = size_of(self._loader), self._done(position)
-        if size is None or done is None or behind(self._loader, done) is None:
+    def redistribute(self, position: PassPosition, multiple: int) -> PassPosition | None:
+        """Convert a position that was saved with another loader to batches of this one. The number of consumed batches
+        is a multiple of `multiple`. Returns None if it is unknown how either loader makes its batches."""
+        size, done = samples_per_batch(self._loader), self._consumed_samples(position)
+        if size is None or done is None or attributes_after(self._loader, done) is None:
             return None
-        kept = (*_KEPT, *_OF_STREAMS) if self._stream else _KEPT
-        found = {name: position[name] for name in kept if name in position}
-        if not done["samples"]:
-            return {**found, "consumed": 0}
-        at = done["samples"] // (size * self._stride) // multiple * multiple
-        return {**found, "consumed": at, "dealt": {**done, "at": at}}
+        converted = PassPosition(
+            start_rng=position.start_rng,
+            workers_reused=position.workers_reused,
+            iteration=position.iteration,
+            ended=position.ended,
+        )
+        if self._is_stream:
+            converted = replace(
+                converted, dataset=position.dataset, workers=position.workers, last_worker=position.last_worker
+            )
+        if not done.samples:
+            return converted
+        consumed = done.samples // (size * self._stride) // multiple * multiple
+        return replace(converted, consumed=consumed, redistribution=replace(done, first_batch=consumed))
 
-    def length(self, position: Mapping[str, Any]) -> int | None:
-        """How many batches a pass has that was dealt out anew, those before it counted in. None: that is not known."""
-        dealt = position["dealt"]
+    def length(self, position: PassPosition) -> int | None:
+        """Return the number of batches of a redistributed pass, including the consumed ones. None: unknown."""
+        redistribution = position.redistribution
+        assert redistribution is not None
         try:
-            left = self._left_of_stream(dealt) if self._stream else self._left(dealt)
+            if self._is_stream:
+                remaining = self._remaining_of_stream(redistribution)
+            else:
+                remaining = self._remaining(redistribution)
         except TypeError:
             return None  # there is no len()
-        return int(dealt["at"]) + _whole(left, self._stride, self._drop_last)
+        return redistribution.first_batch + _batch_count(remaining, self._stride, self._drop_last)
 
-    def _done(self, position: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The samples that are done."""
-        workers = self._loader.num_workers if self._stream else 0
-        before = position.get("dealt", {"samples": 0, "at": 0})
-        parts: Sequence[int] = before.get("parts", [0] * workers) if workers else ()
-        if len(parts) != workers:
-            return None  # others read other parts
-        if position["consumed"] != before["at"]:
-            size, given = position.get("size"), position.get("given", ())
-            if size is None or (self._stream and (position["apart"] != self._apart or len(given) != workers)):
+    def _consumed_samples(self, position: PassPosition) -> Redistribution | None:
+        """Return the consumed samples, of all ranks and, for a stream, of each worker. None: unknown."""
+        num_workers = self._loader.num_workers if self._is_stream else 0
+        before = position.redistribution or Redistribution()
+        samples, parts = before.samples, before.parts if num_workers else None
+        if num_workers and parts is None:
+            parts = [0] * num_workers
+        if parts is not None and len(parts) != num_workers:
+            return None  # other workers read other parts
+        if position.consumed != before.first_batch:
+            size, by_worker = position.samples_per_batch, position.batches_by_worker or ()
+            if size is None or position.batches_read is None:
                 return None
-            parts = [done + size * more for done, more in zip(parts, given, strict=True)] if workers else ()
-            before = {"samples": before["samples"] + size * position["read"]}
-        return {"samples": before["samples"], **({"parts": parts} if workers else {})}
+            if self._is_stream and (
+                position.independent_readers != self._independent_readers or len(by_worker) != num_workers
+            ):
+                return None
+            samples += size * position.batches_read
+            if parts is not None:
+                parts = [part + size * batches for part, batches in zip(parts, by_worker, strict=True)]
+        return Redistribution(samples=samples, parts=parts)
 
-    def _left(self, dealt: Mapping[str, Any]) -> int:
-        """In batches of the loader."""
-        changes = behind(self._loader, dealt)
+    def _remaining(self, redistribution: Redistribution) -> int:
+        """Return the number of remaining batches of the DataLoader."""
+        changes = attributes_after(self._loader, redistribution)
         assert changes is not None
         return len(changes["batch_sampler"])
 
-    def _left_of_stream(self, dealt: Mapping[str, Any]) -> int:
-        dataset, size = self._loader.dataset, size_of(self._loader)
+    def _remaining_of_stream(self, redistribution: Redistribution) -> int:
+        dataset, size = self._loader.dataset, samples_per_batch(self._loader)
         assert size is not None
-        left = len(dataset.dataset if _is_shard(dataset) else dataset) - dealt["samples"]
-        return max(_whole(left, size, self._loader.drop_last), 1)  # the last ones of workers may have been smaller
+        samples = len(dataset.dataset if _is_shard(dataset) else dataset) - redistribution.samples
+        # At least one: the last batches of workers may have been smaller.
+        return max(_batch_count(samples, size, self._loader.drop_last), 1)
 
 
-def _whole(count: int, size: int, drop_last: bool) -> int:
+def _batch_count(count: int, size: int, drop_last: bool) -> int:
     return count // size if drop_last else math.ceil(count / size)
 
 
-def apart(loader: Any) -> int:
-    """How many ranks read a stream each in its own way, say in shards of `datasets`. One: they share one order."""
+def independent_readers(loader: Any) -> int:
+    """Return how many ranks read a stream independently of each other (for example in shards of `datasets`). 1: all
+    ranks share one order."""
     if not isinstance(loader.dataset, IterableDataset) or _is_shard(loader.dataset):
         return 1
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def size_of(loader: Any) -> int | None:
-    """How many samples a batch of a DataLoader takes off the order of all: its own, and those for other ranks beside
-    it. None: not always as many."""
-    stream = isinstance(loader.dataset, IterableDataset)
-    shard: Any = loader.dataset if stream else loader.batch_sampler
-    size: int | None = getattr(loader if stream else shard, "batch_size", None)
-    # What is split has its size before that, the loader of a stream that after it.
-    if size is None or not _is_shard(shard) or (shard.split_batches and not stream):
+def samples_per_batch(loader: Any) -> int | None:
+    """Return how many samples a batch of a DataLoader takes from the common order: its own, and those of the other
+    ranks beside it. None: it varies."""
+    is_stream = isinstance(loader.dataset, IterableDataset)
+    shard: Any = loader.dataset if is_stream else loader.batch_sampler
+    size: int | None = getattr(loader if is_stream else shard, "batch_size", None)
+    # A split batch sampler has the size before the split, the loader of a stream the size after it.
+    if size is None or not _is_shard(shard) or (shard.split_batches and not is_stream):
         return size
     return size * int(shard.num_processes)
 
 
-def behind(loader: Any, dealt: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The attributes of a DataLoader with which its next pass begins behind so many samples. None: it is not known how
-    it makes its batches."""
+def attributes_after(loader: Any, redistribution: Redistribution) -> dict[str, Any] | None:
+    """Return attributes for a DataLoader with which its next pass starts after the consumed samples. None: it is
+    unknown how the loader makes its batches."""
     if isinstance(loader.dataset, IterDataPipe):
         return None
     if isinstance(loader.dataset, IterableDataset):
-        return {"dataset": _Stream(loader.dataset, dealt)}
-    batches = loader.batch_sampler
-    shard = _is_shard(batches)
-    found = _batches(batches.batch_sampler if shard else batches, dealt["samples"])
-    if found is None:
+        return {"dataset": _SkippingStream(loader.dataset, redistribution)}
+    batch_sampler = loader.batch_sampler
+    is_shard = _is_shard(batch_sampler)
+    inner = _skipping(batch_sampler.batch_sampler if is_shard else batch_sampler, redistribution.samples)
+    if inner is None:
         return None
-    return {"batch_sampler": _with(batches, batch_sampler=found) if shard else found}
+    return {"batch_sampler": _copy_with(batch_sampler, batch_sampler=inner) if is_shard else inner}
 
 
-def _batches(batches: Any, count: int) -> Any:
-    sampler = getattr(batches, "sampler", None)
-    # What TRL's sampler repeats belongs together.
-    if type(batches).__iter__ is not BatchSampler.__iter__ or sampler is None or hasattr(sampler, "mini_repeat_count"):
+def _skipping(batch_sampler: Any, count: int) -> Any:
+    """Return a copy of a batch sampler that skips so many samples. None: it is not torch's, or not divisible."""
+    sampler = getattr(batch_sampler, "sampler", None)
+    if type(batch_sampler).__iter__ is not BatchSampler.__iter__ or sampler is None:
         return None
-    return _with(batches, sampler=_Sampler(sampler, count))
+    if hasattr(sampler, "mini_repeat_count"):  # TRL's sampler repeats samples that belong together
+        return None
+    return _copy_with(batch_sampler, sampler=_SkippingSampler(sampler, count))
 
 
-def _with(one: Any, **attributes: Any) -> Any:
-    changed = copy.copy(one)
+def _copy_with(original: Any, **attributes: Any) -> Any:
+    changed = copy.copy(original)
     vars(changed).update(attributes)
     return changed
 
 
-class _Sampler:
+class _SkippingSampler:
+    """A sampler without its first indices."""
+
     def __init__(self, sampler: Any, count: int) -> None:
         self._sampler = sampler
         self._count = count
@@ -157,28 +177,28 @@ class _Sampler:
         return max(len(self._sampler) - self._count, 0)
 
 
-class _Stream(DatasetProxy):
-    """Once: persistent workers iterate it again for the next pass."""
+class _SkippingStream(DatasetProxy):
+    """A stream that skips its first samples once: persistent workers iterate it again, whole, for the next pass."""
 
-    def __init__(self, dataset: Any, dealt: Mapping[str, Any]) -> None:
+    def __init__(self, dataset: Any, redistribution: Redistribution | None) -> None:
         super().__init__(dataset)
-        object.__setattr__(self, "_reprieve_dealt", dealt)
+        object.__setattr__(self, "_reprieve_redistribution", redistribution)
 
     def __iter__(self) -> Iterator[Any]:
-        dataset, dealt = self._reprieve_dataset, self._reprieve_dealt
-        object.__setattr__(self, "_reprieve_dealt", None)
+        dataset, redistribution = self._reprieve_dataset, self._reprieve_redistribution
+        object.__setattr__(self, "_reprieve_redistribution", None)
         inner = dataset.dataset if _is_shard(dataset) else dataset
         items: Iterator[Any] = iter(inner)
-        if dealt is not None:
-            _leave_out(items, dealt, f"the dataset {type(inner).__name__}")
-        return iter(_with(dataset, dataset=_Rest(inner, items))) if _is_shard(dataset) else items
+        if redistribution is not None:
+            _skip(items, redistribution, f"the dataset {type(inner).__name__}")
+        return iter(_copy_with(dataset, dataset=_OpenStream(inner, items))) if _is_shard(dataset) else items
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._reprieve_dataset, self._reprieve_dealt)
+        return type(self), (self._reprieve_dataset, self._reprieve_redistribution)
 
 
-class _Rest(DatasetProxy):
-    """What a shard finds inside: it begins to iterate only when it is asked for its first sample."""
+class _OpenStream(DatasetProxy):
+    """A stream that is being iterated already. A shard would begin to iterate only with its first sample."""
 
     def __init__(self, dataset: Any, items: Iterator[Any]) -> None:
         super().__init__(dataset)
@@ -189,17 +209,17 @@ class _Rest(DatasetProxy):
         return items
 
 
-def _leave_out(items: Iterator[Any], dealt: Mapping[str, Any], what: str) -> None:
-    info, count = get_worker_info(), dealt["samples"]
+def _skip(items: Iterator[Any], redistribution: Redistribution, what: str) -> None:
+    info, count = get_worker_info(), redistribution.samples
     if info is None:
-        read_again(items, count, what, unit="samples")
+        replay(items, count, what, unit="samples")
         return
-    parts = dealt.get("parts", ())
+    parts: Sequence[int] = redistribution.parts or ()
     if len(parts) != info.num_workers:
         parts = [count // info.num_workers + (worker < count % info.num_workers) for worker in range(info.num_workers)]
     deque(islice(items, parts[info.id]), maxlen=0)
 
 
-def _is_shard(one: Any) -> bool:
-    """Accelerate's, around a batch sampler or a stream: gives out what is for this rank."""
-    return {"num_processes", "process_index", "split_batches"} <= getattr(one, "__dict__", {}).keys()
+def _is_shard(candidate: Any) -> bool:
+    """Whether it is accelerate's wrapper around a batch sampler or a stream, which selects what is for this rank."""
+    return {"num_processes", "process_index", "split_batches"} <= getattr(candidate, "__dict__", {}).keys()

@@ -1,4 +1,4 @@
-"""Batches that have to be read again to get to a position, because what they come from cannot say where it is."""
+"""Replay: batches are read again, and dropped, to reach a position that cannot be sought."""
 
 from __future__ import annotations
 
@@ -10,27 +10,26 @@ from typing import Any
 
 log = logging.getLogger("reprieve")
 
-_PATIENCE_S = 1.0
-"""What is done in this time needs no bar."""
+SHOW_BAR_AFTER_S = 1.0
+"""A shorter replay shows no progress bar."""
+
+NO_STATE = "has no state_dict and load_state_dict (with them, no data would be read again)"
 
 
-NO_STATE = "has no state_dict and load_state_dict (with them its position would be found at once)"
-
-
-def read_again(batches: Iterator[Any], count: int, what: str, why: str = NO_STATE, unit: str = "batches") -> None:
-    """Read `count` batches and drop them, or samples. Shows how far it is where somebody looks at the terminal."""
+def replay(batches: Iterator[Any], count: int, what: str, why: str = NO_STATE, unit: str = "batches") -> None:
+    """Read and drop `count` batches, or samples. A long replay shows a progress bar, if stderr is a terminal."""
     if count:
-        log.warning("%s %s: %d %s are read again to find the position", what, why, count, unit)
+        log.warning("%s %s: reading %d %s again to find the position", what, why, count, unit)
     began = time.monotonic()
     for done in range(count):
-        if time.monotonic() - began > _PATIENCE_S:
-            _with_bar(batches, count, done)
+        if time.monotonic() - began > SHOW_BAR_AFTER_S:
+            _replay_with_bar(batches, count, done)
             return
         if next(batches, batches) is batches:
             return
 
 
-def _with_bar(batches: Iterator[Any], count: int, done: int) -> None:
+def _replay_with_bar(batches: Iterator[Any], count: int, done: int) -> None:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

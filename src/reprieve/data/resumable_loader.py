@@ -1,16 +1,19 @@
-"""A loader as something that can be left and entered again: the entrance to this package.
+"""A loader whose passes can be interrupted and resumed: the entry to this package.
 
-    source = ResumableLoader(loader)               one for each loader, as long as the run lives
-    source.restore(source_state)              only after a resume
-    for batch in (one := source.start(pass_state)):
+    source = ResumableLoader(loader)                   one for each loader, as long as the run lives
+    source.restore(loader_state)                       only after a resume
+    for batch in (batches := source.start(pass_state)):
         …
-        one.mark()                            what was yielded is consumed
-        save(one.state(), source.state())     both at the same moment
+        batches.mark()                                 the batches yielded so far are consumed
+        save(batches.state(), source.state())          both at the same point of the loop
 
-Batches and random numbers are those of the bare loader, bit for bit, resumed or not, and the position is sought, not
-replayed. Not exact can be: a sampler, or without workers an iterable dataset without state_dict, that draws from the
-global generators all along; `in_order=False`; with persistent workers, a pass after one that was left before its end,
-or in which an iterable dataset drew after its last batch (say for samples that drop_last drops).
+Batches and random numbers are those of the bare loader, bit for bit, resumed or not. The position is sought, not
+replayed. Resuming may be inexact with:
+  - a sampler that draws from the global generators throughout the pass
+  - an iterable dataset without `state_dict` that does so in the main process
+  - `in_order=False`
+  - persistent workers, in a pass after one that was left before its end, or in which an iterable dataset drew random
+    numbers after its last batch (for samples that `drop_last` drops, for example)
 """
 
 from __future__ import annotations
@@ -19,16 +22,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from reprieve.data.accelerate_loader import AccelerateLoaderSource, is_prepared
-from reprieve.data.base import BatchSource, Enter, Pass
+from reprieve.data.base import BatchSource, BeforeFirstFetch, Pass
 from reprieve.data.dataset_proxies import is_stateful
 from reprieve.data.iterables import IterableSource
+from reprieve.data.positions import LoaderPosition, PassPosition
 from reprieve.data.torch_loader import TorchLoaderSource, is_plain_loader
 
 __all__ = ["Pass", "ResumableLoader"]
 
 
 class ResumableLoader:
-    """Passes over one loader."""
+    """Passes over one loader. Positions come in and go out as plain dicts, as checkpoints hold them."""
 
     def __init__(self, loader: Any) -> None:
         self._source: BatchSource
@@ -39,31 +43,37 @@ class ResumableLoader:
         else:
             self._source = IterableSource(loader)
 
-    def start(self, saved: Mapping[str, Any] | None = None, *, enter: Enter | None = None) -> Pass:
-        """A pass from the beginning, or from the position that `Pass.state` gave. `enter` puts the global random
-        numbers to where the interrupted process had them; it is called once, before the first fetch."""
-        return self._source.start(saved, enter)
+    def start(
+        self, saved: Mapping[str, Any] | None = None, *, before_first_fetch: BeforeFirstFetch | None = None
+    ) -> Pass:
+        """Start a pass at its beginning, or at a position that `Pass.state` returned. `before_first_fetch` restores
+        the global random number generators of the interrupted process; it is called once."""
+        return self._source.start(PassPosition.from_state(saved) if saved else None, before_first_fetch)
 
     def state(self) -> dict[str, Any]:
-        """What the next pass depends on, besides a position in it: the loader's generators, persistent workers."""
-        return self._source.state()
+        """Return what the next pass depends on, besides a position in it: the loader's generators, its persistent
+        workers."""
+        return self._source.position().to_state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Before the first `start`, to what `state` gave."""
-        self._source.restore(state)
+        """Restore what `state` returned. To be called before the first `start`."""
+        self._source.restore(LoaderPosition.from_state(state))
 
-    def deal_again(self, position: Mapping[str, Any], multiple: int) -> dict[str, Any] | None:
-        """What is left of a pass whose batches were others, of another size or for another number of ranks: dealt out
-        in those of this loader, each sample once. The number of its first is a multiple of `multiple`. None: how the
-        batches are made is not known."""
-        dealing = self._source.dealing
-        return None if dealing is None else dealing.again(position, multiple)
+    def redistribute(self, position: Mapping[str, Any], multiple: int) -> dict[str, Any] | None:
+        """Convert a position in batches of another size, or for another number of ranks, to batches of this loader:
+        each remaining sample comes once. The number of the first batch is a multiple of `multiple`. Returns None if
+        it is unknown how the batches are made."""
+        if self._source.redistribution is None:
+            return None
+        found = self._source.redistribution.redistribute(PassPosition.from_state(position), multiple)
+        return None if found is None else found.to_state()
 
     def length(self, position: Mapping[str, Any]) -> int | None:
-        """Of a pass that was dealt out again: how many batches, those before it counted in. None: nobody knows."""
-        dealing = self._source.dealing
-        return None if dealing is None else dealing.length(position)
+        """Return the number of batches of a redistributed pass, including the consumed ones. None: unknown."""
+        redistribution = self._source.redistribution
+        return None if redistribution is None else redistribution.length(PassPosition.from_state(position))
 
     def end_workers(self) -> None:
-        """End workers that are still there: asked first, killed after a second. For the end of a process."""
+        """End the workers that are still running: they are asked to exit, and killed after a second. For the end of a
+        process."""
         self._source.end_workers()

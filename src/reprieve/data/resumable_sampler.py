@@ -1,8 +1,8 @@
-"""Which samples come next: stands in a DataLoader for its sampler, and can go on in the middle of a pass.
+"""A sampler that can resume in the middle of a pass. It takes the place of a DataLoader's sampler.
 
-To get to batch k the user's own sampler is run from the random numbers it had at the start of the pass, and its
-first k batches of indices are passed over: no sample is read. So any sampler works that is a function of its state and
-of the random numbers at its start. (One that draws from the global generators at each index cannot be sought.)
+To reach batch k, the user's own sampler runs from the random numbers that it had at the start of the pass, and its
+first k batches of indices are skipped: no sample is read. So any sampler works that is a function of its state and of
+the random numbers at its start. (A sampler that draws from the global generators at each index cannot be sought.)
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 
 class Placeholder:
-    """In place of an index: the worker that gets it answers at once, with nothing. So the batch behind it goes to the
-    worker that it would have gone to. As a batch of indices it has one element, itself."""
+    """Takes the place of an index. The worker that gets it returns it at once, so that the next batch goes to the same
+    worker as in an undisturbed run. As a batch of indices it has one element, itself."""
 
     def __iter__(self) -> Iterator[Placeholder]:
         yield self
@@ -27,16 +27,16 @@ class Placeholder:
 
 @dataclass(frozen=True)
 class SkipPlan:
-    """What to do before the first index of a pass."""
+    """What a sampler does before the first index of a pass."""
 
     skip: int = 0
-    """Batches that are consumed."""
-    blanks: int = 0
-    """How many workers have had their turn since worker 0."""
-    draw: bool = False
-    """The first batch of indices is asked for as well, so that the order is drawn."""
-    begin: Callable[[], None] | None = None
-    """Sets the random numbers that the sampler starts from; None: they are set."""
+    """Consumed batches."""
+    placeholders: int = 0
+    """How many workers, from worker 0 on, have made a batch in the current round."""
+    draw_order: bool = False
+    """Take the first batch of indices at once, so that the sampler draws its order."""
+    restore_start: Callable[[], None] | None = None
+    """Restores the random numbers that the sampler starts from. None: they are in place."""
 
 
 class ResumableSampler:
@@ -55,37 +55,37 @@ class ResumableSampler:
         return len(self.inner)
 
     def follow_plan(self) -> None:
-        """Now, and not when the first index is asked for."""
+        """Follow the plan now, and not when the first index is requested."""
         assert self._newest is not None
         self._newest.follow_plan()
 
 
 class _SamplerIterator:
-    def __init__(self, indices: ResumableSampler) -> None:
-        self._indices = indices
-        # At once and not at the first index, because torch does it now, and it may draw random numbers.
-        self._inner: Iterator[Any] = iter(indices.inner)
-        self._blanks = 0
+    def __init__(self, sampler: ResumableSampler) -> None:
+        self._sampler = sampler
+        # Now and not at the first index: torch does so too, and the sampler may draw random numbers here.
+        self._inner: Iterator[Any] = iter(sampler.inner)
+        self._placeholders = 0
 
     def __iter__(self) -> _SamplerIterator:
         return self
 
     def __next__(self) -> Any:
-        if self._indices.plan is not None:
+        if self._sampler.plan is not None:
             self.follow_plan()
-        if self._blanks:
-            self._blanks -= 1
+        if self._placeholders:
+            self._placeholders -= 1
             return Placeholder()
         return next(self._inner)
 
     def follow_plan(self) -> None:
-        plan, self._indices.plan = self._indices.plan, None
+        plan, self._sampler.plan = self._sampler.plan, None
         if plan is None:
             return
-        if plan.begin is not None:
-            plan.begin()
-            self._inner = iter(self._indices.inner)
+        if plan.restore_start is not None:
+            plan.restore_start()
+            self._inner = iter(self._sampler.inner)
         deque(islice(self._inner, plan.skip), maxlen=0)
-        if plan.draw:
+        if plan.draw_order:
             self._inner = chain(list(islice(self._inner, 1)), self._inner)
-        self._blanks = plan.blanks
+        self._placeholders = plan.placeholders

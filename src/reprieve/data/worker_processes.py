@@ -1,8 +1,8 @@
-"""How the worker processes of DataLoaders end.
+"""Ends the worker processes of DataLoaders.
 
-They ignore the signals that stop a run (worker_signals.py). So `Process.terminate` no longer ends them, and
-multiprocessing would wait for them for ever at the exit of the program. They are ended here: asked first, then with
-SIGKILL.
+Workers ignore the signals that stop a run (worker_signals.py). So `Process.terminate` does not end them, and
+multiprocessing would wait for them forever at the exit of the program. This module asks them to exit, and sends SIGKILL
+to those that do not.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
-_ASK_S = 1.0
-"""How long a worker may take to end when it is asked. An idle one takes milliseconds."""
+EXIT_TIMEOUT_S = 1.0
+"""How long a worker may take to exit when it is asked to. An idle one takes milliseconds."""
 
-_all: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
-_owner = 0
-"""The process that `_all` belongs to: a fork has a copy, and must not kill its siblings."""
+_tracked: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
+_parent_pid = 0
+"""The process that started the workers in `_tracked`: a fork has a copy of both, and must not kill its siblings."""
 
 
 @contextlib.contextmanager
-def noted(into: weakref.WeakSet[BaseProcess]) -> Iterator[None]:
-    """Processes that start in here are put there, and are ended with this process at the latest."""
+def track_children(into: weakref.WeakSet[BaseProcess]) -> Iterator[None]:
+    """Add the daemon processes that start in this block to `into`. They end with this process at the latest."""
     before = set(multiprocessing.active_children())
     try:
         yield
@@ -37,28 +37,28 @@ def noted(into: weakref.WeakSet[BaseProcess]) -> Iterator[None]:
         for child in multiprocessing.active_children():
             if child.daemon and child not in before:
                 into.add(child)
-                _remember(child)
+                _kill_at_exit(child)
 
 
-def end(children: Iterable[BaseProcess], ask: Callable[[], None]) -> None:
-    """`ask` tells the workers to end, and may hang; it runs on a thread of its own."""
-    left = [child for child in children if child.is_alive()]
-    if not left:
+def end_processes(children: Iterable[BaseProcess], request_exit: Callable[[], None]) -> None:
+    """End processes. `request_exit` asks them to exit. It may hang, so it runs on a thread of its own."""
+    running = [child for child in children if child.is_alive()]
+    if not running:
         return
-    with _no_alarm():
-        asking = threading.Thread(target=ask, name="reprieve end workers", daemon=True)
-        asking.start()
-        deadline = time.monotonic() + _ASK_S
-        waiting = {child.sentinel for child in left}
-        while waiting and (rest := deadline - time.monotonic()) > 0:
-            waiting -= set(wait(list(waiting), rest))
-        _kill(child for child in left if child.sentinel in waiting)
-        asking.join(_ASK_S)
+    with _ignore_dead_workers():
+        thread = threading.Thread(target=request_exit, name="reprieve end workers", daemon=True)
+        thread.start()
+        deadline = time.monotonic() + EXIT_TIMEOUT_S
+        sentinels = {child.sentinel for child in running}
+        while sentinels and (remaining_s := deadline - time.monotonic()) > 0:
+            sentinels -= set(wait(list(sentinels), remaining_s))
+        _kill(child for child in running if child.sentinel in sentinels)
+        thread.join(EXIT_TIMEOUT_S)
 
 
 @contextlib.contextmanager
-def _no_alarm() -> Iterator[None]:
-    """Torch raises an error in the main thread for each worker that was killed. These we kill ourselves."""
+def _ignore_dead_workers() -> Iterator[None]:
+    """Keep torch's SIGCHLD handler from raising an error in the main thread for workers that we kill."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -75,21 +75,21 @@ def _kill(children: Iterable[BaseProcess]) -> None:
         with contextlib.suppress(ProcessLookupError):
             child.kill()
     for child in killed:
-        child.join(_ASK_S)
+        child.join(EXIT_TIMEOUT_S)
 
 
-def _remember(child: BaseProcess) -> None:
-    global _owner  # noqa: PLW0603
-    if _owner != os.getpid():
-        # Handlers run in the order last in, first out: this one before multiprocessing's, which would wait.
-        atexit.register(_at_exit)
-        _owner = os.getpid()
-        _all.clear()
-    _all.add(child)
+def _kill_at_exit(child: BaseProcess) -> None:
+    global _parent_pid  # noqa: PLW0603
+    if _parent_pid != os.getpid():
+        # Handlers run last in, first out: this one runs before multiprocessing's, which would wait.
+        atexit.register(_kill_tracked)
+        _parent_pid = os.getpid()
+        _tracked.clear()
+    _tracked.add(child)
 
 
-def _at_exit() -> None:
-    # No thread may be started any more, and torch asks no more: there is only this way.
-    if _owner == os.getpid():
-        with _no_alarm():
-            _kill(child for child in list(_all) if child.is_alive())
+def _kill_tracked() -> None:
+    # At exit no thread can be started, and torch no longer asks its workers to exit.
+    if _parent_pid == os.getpid():
+        with _ignore_dead_workers():
+            _kill(child for child in list(_tracked) if child.is_alive())

@@ -116,7 +116,7 @@ def _part(name: str, count: int | None, position: dict[str, Any] | None, anew: b
     source = ResumableLoader(loader)
     length = None
     if anew and position is not None:
-        position = source.deal_again(position, 1)
+        position = source.redistribute(position, 1)
         assert position is not None, name
         length = source.length(position)
     one = source.start(position)

@@ -127,7 +127,7 @@ def test_a_position_that_cannot_be_loaded_is_read_up_to(loader: Any, caplog: pyt
     with caplog.at_level(logging.WARNING, "reprieve"):
         assert same(through(make, [(0, 4), (0, 9), (1, 5)], epochs=2), expected)
     assert "IndexError" in caplog.text
-    assert "4 batches are read again to find the position" in caplog.text
+    assert "reading 4 batches again to find the position" in caplog.text
 
 
 def test_a_shuffled_stream_logs_why_it_is_read_again(caplog: pytest.LogCaptureFixture) -> None:
@@ -136,4 +136,4 @@ def test_a_shuffled_stream_logs_why_it_is_read_again(caplog: pytest.LogCaptureFi
 
     with caplog.at_level(logging.WARNING, "reprieve"):
         through(make, [(0, 4)], epochs=1)
-    assert "has a shuffle buffer, which its state_dict leaves out: 4 batches are read again" in caplog.text
+    assert "has a shuffle buffer, which its state_dict leaves out: reading 4 batches again" in caplog.text

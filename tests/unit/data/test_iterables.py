@@ -62,11 +62,11 @@ def test_an_iterable_that_cannot_tell_is_read_again(
 ) -> None:
     make = _make(Unaware, workers, persistent_workers=persistent)
     expected = bare(make)
-    monkeypatch.setattr(reprieve.data.replay, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(reprieve.data.replay, "SHOW_BAR_AFTER_S", 0.0)
     with caplog.at_level(logging.WARNING, "reprieve"):
         assert same(through(make, [(0, 3), (1, 2), (1, 7)]), expected)
     assert "the dataset Unaware has no state_dict" in caplog.text
-    assert "3 batches are read again" in caplog.text
+    assert "reading 3 batches again" in caplog.text
 
 
 def test_steps_of_several_batches() -> None:
@@ -90,7 +90,7 @@ def test_steps_of_several_batches() -> None:
         draw()
         source = ResumableLoader(make())
         source.restore(saved[1])
-        again = source.start(saved[0], enter=lambda rng=rng: restore_rng(rng, {}))
+        again = source.start(saved[0], before_first_fetch=lambda rng=rng: restore_rng(rng, {}))
         items = [next(again), next(again)]
         source.end_workers()
         for one_batch, other in zip(seen[3:], items, strict=True):

@@ -20,6 +20,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from reprieve.data.positions import PassPosition, Redistribution
 from reprieve.data.redistribution import SampleRedistribution
 from reprieve.data.resumable_loader import ResumableLoader
 from reprieve.rng import capture_rng, restore_rng
@@ -69,7 +70,7 @@ class Repeating(SequentialSampler):
 
 
 def _known(loader: Any, **more: Any) -> dict[str, Any] | None:
-    return ResumableLoader(loader).deal_again({**KNOWN, **more}, 1)
+    return ResumableLoader(loader).redistribute({**KNOWN, **more}, 1)
 
 
 class Run:
@@ -88,11 +89,11 @@ class Run:
             position, state, rng = self._saved
             source.restore({name: value for name, value in state.items() if name != "workers"} if anew else state)
             if anew:
-                position = source.deal_again(position, 1)
+                position = source.redistribute(position, 1)
                 assert position is not None
         seen = []
         for count in counts:
-            one = source.start(position, enter=partial(restore_rng, rng, {}))
+            one = source.start(position, before_first_fetch=partial(restore_rng, rng, {}))
             seen.append(_take(one, count))
             position, rng = one.state(), capture_rng({})
             self._saved = position, source.state(), rng
@@ -163,20 +164,25 @@ def test_other_workers_after_it() -> None:
 
 def test_whole_rounds_only() -> None:
     """24 samples less 12 are 4 batches of 3; three ranks take one each."""
-    loader, position = DataLoader(Indices(), 3), {"dealt": {"samples": 12, "at": 1}}
+    loader = DataLoader(Indices(), 3)
+    position = PassPosition(redistribution=Redistribution(samples=12, first_batch=1))
     assert SampleRedistribution(loader, 3, drop_last=True).length(position) == 1 + 1
     assert SampleRedistribution(loader, 3, drop_last=False).length(position) == 1 + 2
 
 
 def test_nothing_was_done() -> None:
     position = {"consumed": 0, "start": {}, "read": 0, "size": 4}
-    assert ResumableLoader(DataLoader(Plain(), 5)).deal_again(position, 1) == {"consumed": 0, "start": {}}
+    assert ResumableLoader(DataLoader(Plain(), 5)).redistribute(position, 1) == {
+        "version": 1,
+        "consumed": 0,
+        "start": {},
+    }
 
 
 def test_a_plain_loader() -> None:
     loader = DataLoader(Plain(23), 5)
     position = _known(loader)
-    assert position == {"consumed": 2, "dealt": {"samples": 12, "at": 2}}
+    assert position == {"version": 1, "consumed": 2, "dealt": {"samples": 12, "at": 2}}
     source = ResumableLoader(loader)
     assert source.length(position) == 2 + 3
     one = source.start(position)
@@ -193,12 +199,16 @@ def test_dealt_out_again_before_anything_was_given_out() -> None:
     position = _known(DataLoader(Plain(23), 5))
     assert position is not None
     source = ResumableLoader(DataLoader(Plain(23), 3))
-    assert source.deal_again(source.start(position).state(), 1) == {"consumed": 4, "dealt": {"samples": 12, "at": 4}}
+    assert source.redistribute(source.start(position).state(), 1) == {
+        "version": 1,
+        "consumed": 4,
+        "dealt": {"samples": 12, "at": 4},
+    }
 
 
 def test_the_number_of_batches_is_a_multiple() -> None:
-    position = ResumableLoader(DataLoader(Plain(23), 2)).deal_again(KNOWN, 4)
-    assert position == {"consumed": 4, "dealt": {"samples": 12, "at": 4}}
+    position = ResumableLoader(DataLoader(Plain(23), 2)).redistribute(KNOWN, 4)
+    assert position == {"version": 1, "consumed": 4, "dealt": {"samples": 12, "at": 4}}
 
 
 @pytest.mark.parametrize(
@@ -216,7 +226,7 @@ def test_a_loader_that_nobody_knows(loader: Any) -> None:
 
 
 def test_a_position_that_does_not_say_how_much_it_is() -> None:
-    assert ResumableLoader(DataLoader(Plain(), 2)).deal_again({"consumed": 3}, 1) is None
+    assert ResumableLoader(DataLoader(Plain(), 2)).redistribute({"consumed": 3}, 1) is None
 
 
 def test_a_stream_with_other_workers() -> None:

@@ -109,7 +109,7 @@ def test_workers_survive_it_while_they_start() -> None:
     script = """
         import os, signal, sys, threading, time
         from torch.utils.data import DataLoader
-        from test_data_workers import Telling
+        from tests.unit.data.test_workers import Telling
         from reprieve.data import worker_signals
         from reprieve.data.resumable_loader import ResumableLoader
         worker_signals.shield([signal.SIGTERM])
@@ -156,7 +156,7 @@ def test_a_program_ends_though_its_workers_ignore_sigterm(dataset: str) -> None:
     script = f"""
         import signal, sys
         from torch.utils.data import DataLoader
-        from test_data_workers import Plain, Stuck
+        from tests.unit.data.test_workers import Plain, Stuck
         from reprieve.data import worker_signals
         from reprieve.data.resumable_loader import ResumableLoader
         worker_signals.shield([signal.SIGTERM])
