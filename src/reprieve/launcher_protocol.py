@@ -31,6 +31,8 @@ LAUNCHER_SOCKET = "REPRIEVE_LAUNCHER"
 """The environment variable with the path of the launcher's socket."""
 INTERRUPTIONS = "REPRIEVE_INTERRUPTIONS"
 """The environment variable with how often this run lost work, in how many seconds of training: `3/7200`."""
+DRILL = "REPRIEVE_DRILL"
+"""The environment variable with the scratch folder of `reprieve drill`, which leaves the run's checkpoints alone."""
 
 STEP_REPORT_INTERVAL_S = 0.2
 _SEND_TIMEOUT_S = 1.0

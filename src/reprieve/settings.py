@@ -1,7 +1,9 @@
-"""What a run is told by its user, wherever it was said: an argument, the environment, or nothing.
+"""The settings of a run, from arguments, environment variables and defaults, in this order of precedence.
 
-One function, `resolve`, for the launcher and for what it starts. An argument wins over the environment, which wins over
-the default. The names in the environment are those that a cluster sets, too; the launcher passes them on.
+Each setting is declared once, as a field of `Settings`. The declaration feeds the environment variable, the option of
+`reprieve run` with its help, `--explain`, and the table in docs/launch.md (a test compares them). The launcher and the
+processes that it starts call the same `resolve`: the launcher passes its settings on as environment variables, whose
+names clusters use as well.
 """
 
 from __future__ import annotations
@@ -10,11 +12,12 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any
 
 from reprieve.errors import ConfigError
+from reprieve.launcher_protocol import DRILL
 from reprieve.units import parse_duration
 
 log = logging.getLogger("reprieve")
@@ -28,18 +31,10 @@ _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """One setting: where it comes from, and how its text is understood."""
-
-    env: str
-    default: Any
-    parse: Callable[[Any], Any]
-    help: str
-    write: Callable[[Any], str] = str
+# How texts are parsed
 
 
-def _truth(text: str) -> bool:
+def _parse_bool(text: str) -> bool:
     if text.strip().lower() in _TRUE:
         return True
     if text.strip().lower() in _FALSE:
@@ -47,140 +42,280 @@ def _truth(text: str) -> bool:
     raise ConfigError(f"{text!r} is neither true nor false")
 
 
-def _duration(given: str | float | timedelta) -> timedelta:
-    """With a unit, or a bare number of seconds, as Kubernetes writes it."""
-    bare = isinstance(given, str) and re.fullmatch(r"[0-9]+(\.[0-9]*)?", given.strip())
-    return parse_duration(float(given) if bare else given)  # type: ignore[arg-type]
+def _parse_resume(text: str) -> bool:
+    """Return `fresh`, the opposite of CHECKPOINT_RESUME."""
+    return not _parse_bool(text)
 
 
-def _duration_or_zero(given: str | float | timedelta) -> timedelta:
-    text = given.strip() if isinstance(given, str) else given
-    return timedelta(0) if text in (0, timedelta(0), "0", "0s") else _duration(given)
+def _parse_duration(value: str | float | timedelta) -> timedelta:
+    """A duration with a unit, or a bare number of seconds, as Kubernetes writes it."""
+    is_number = isinstance(value, str) and re.fullmatch(r"[0-9]+(\.[0-9]*)?", value.strip())
+    return parse_duration(float(value) if is_number else value)  # type: ignore[arg-type]
 
 
-def _count(text: str) -> int:
+def _parse_duration_or_zero(value: str | float | timedelta) -> timedelta:
+    text = value.strip() if isinstance(value, str) else value
+    return timedelta(0) if text in (0, timedelta(0), "0", "0s") else _parse_duration(value)
+
+
+def _parse_count(text: str) -> int:
     if not text.strip().isdecimal():
         raise ConfigError(f"{text!r} is not a number of times: write 0 or more")
     return int(text)
 
 
-def _steps(text: str) -> int:
+def _parse_steps(text: str) -> int:
     if not text.strip().isdecimal() or not int(text):
-        raise ConfigError(f"{text!r}: say after how many steps, 1 or more")
+        raise ConfigError(f"{text!r} is not a number of steps: write 1 or more")
     return int(text)
 
 
-def _port(text: str) -> int | str:
+def _parse_port(text: str) -> int | str:
     text = text.strip().lower()
     if text in (AUTO, OFF):
         return text
     if not text.isdecimal() or int(text) > 65535:
-        raise ConfigError(f"{text!r} is no port: write a number up to 65535, 0 for a free one, 'off' or 'auto'")
+        raise ConfigError(f"{text!r} is not a port: write a number up to 65535, 0 for a free port, 'off' or 'auto'")
     return int(text)
 
 
-def _keep(text: str) -> int | str:
+def _parse_keep(text: str) -> int | str:
     if text.strip() == ALL:
         return ALL
     if not text.strip().isdecimal() or not int(text):
-        raise ConfigError(f"{text!r}: say how many checkpoints to keep, 1 or more, or 'all'")
+        raise ConfigError(f"{text!r} is not a number of checkpoints: write 1 or more, or 'all'")
     return int(text)
 
 
-def _whole(text: str) -> bool:
+def _check_save_type(text: str) -> str:
     if text.strip().lower() not in ("", "full", "incremental"):
-        raise ConfigError(f"{text!r}: it is full or incremental")
-    return text.strip().lower() != "incremental"
+        raise ConfigError(f"{text!r}: write full or incremental")
+    return text.strip().lower()
 
 
-def _seconds(duration: timedelta) -> str:
+def _format_seconds(duration: timedelta) -> str:
     return f"{duration.total_seconds():.3f}".rstrip("0").rstrip(".") + "s"
 
 
-def _resumes(fresh: bool) -> str:
+def _format_resume(fresh: bool) -> str:
     return str(not fresh).lower()
 
 
-KINDS: Mapping[str, _Kind] = {
-    "checkpoints": _Kind("CHECKPOINT_URI", None, str, "folder of the checkpoints"),
-    "every": _Kind("CHECKPOINT_INTERVAL", "10m", str, "how often to save: 500, epoch, 10m, auto or never"),
-    "keep": _Kind("CHECKPOINT_MAX_RETAIN", 3, _keep, "how many checkpoints to keep, or all"),
-    "fresh": _Kind("CHECKPOINT_RESUME", False, lambda text: not _truth(text), "start over", _resumes),
-    "save_at_end": _Kind("REPRIEVE_SAVE_AT_END", True, _truth, "save the last step when training is done"),
-    "grace_period": _Kind("REPRIEVE_GRACE", None, _duration, "time from the signal to the kill", _seconds),
-    "kill_wait": _Kind("REPRIEVE_KILL_WAIT", timedelta(0), _duration_or_zero, "go on so long after it", _seconds),
-    "name": _Kind("REPRIEVE_RUN", None, str, "the run's name"),
-    "max_restarts": _Kind("REPRIEVE_RESTARTS", 0, _count, "how many failures to start again after"),
-    "hang_timeout": _Kind("REPRIEVE_HANG", None, _duration, "restart after so long without a step", _seconds),
-    "progress_file": _Kind("TRAINING_PROGRESS_FILE", None, str, "file that tells how far the run is"),
-    "progress_every": _Kind("PROGRESS_UPDATE_FREQUENCY", 10, _steps, "after how many steps it is written"),
-    "metrics_port": _Kind("REPRIEVE_METRICS_PORT", AUTO, _port, "HTTP port that tells it; auto: 28080 in a pod"),
-}
+# What a setting is
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The declaration of one setting: its environment variable, option, default and text format."""
+
+    env: str
+    help: str
+    default: Any = None
+    parse: Callable[[Any], Any] = str
+    format: Callable[[Any], str] = str
+    metavar: str | None = None
+    """The name of the option's value in the help; None: the option is a flag, or there is none."""
+    is_option: bool = True
+    """Whether `reprieve run` has an option for it."""
+    default_text: str = "-"
+    """The default, as docs and `--help` describe it."""
+
+
+def _declare(*args: Any, **options: Any) -> dict[str, Setting]:
+    """Return the metadata of a field that declares a setting."""
+    return {"setting": Setting(*args, **options)}
+
+
+def option_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Resolved: every value, and who said so."""
+    """The resolved settings of a run, and where each value comes from."""
 
-    checkpoints: str | None
-    """None: where the script says."""
-    every: Any
-    keep: int | str
-    fresh: bool
-    save_at_end: bool
-    """Of an adapter that saves the last step by itself: should it?"""
-    grace_period: timedelta | None
-    """None: what is usual on the platform."""
-    kill_wait: timedelta
-    name: str | None
-    max_restarts: int
-    hang_timeout: timedelta | None
-    """None: never."""
-    progress_file: str | None
-    progress_every: int
-    metrics_port: int | str
-    """0: a free one. "off": none. "auto": in a pod, where somebody may ask."""
+    checkpoints: str | None = field(
+        metadata=_declare(
+            "CHECKPOINT_URI",
+            "folder of the checkpoints, where the script does not name one",
+            metavar="PATH",
+            default_text="the script's",
+        )
+    )
+    every: Any = field(
+        metadata=_declare(
+            "CHECKPOINT_INTERVAL",
+            "how often to save: 500 (steps), epoch, 10m, never, or auto (from the cost of a save and the rate of failures)",
+            "10m",
+            metavar="INTERVAL",
+            default_text="10m",
+        )
+    )
+    keep: int | str = field(
+        metadata=_declare(
+            "CHECKPOINT_MAX_RETAIN",
+            "how many checkpoints to keep, or all",
+            3,
+            parse=_parse_keep,
+            metavar="N",
+            default_text="3",
+        )
+    )
+    fresh: bool = field(
+        metadata=_declare(
+            "CHECKPOINT_RESUME",
+            "start over and move existing checkpoints aside; restarts of the same launch resume",
+            False,
+            parse=_parse_resume,
+            format=_format_resume,
+            default_text="no",
+        )
+    )
+    save_at_end: bool = field(
+        metadata=_declare(
+            "REPRIEVE_SAVE_AT_END",
+            "save the last step when training is finished (transformers.Trainer)",
+            True,
+            parse=_parse_bool,
+            is_option=False,
+            default_text="true",
+        )
+    )
+    grace_period: timedelta | None = field(
+        metadata=_declare(
+            "REPRIEVE_GRACE",
+            "time from the stop signal until the job is killed",
+            parse=_parse_duration,
+            format=_format_seconds,
+            metavar="DURATION",
+            default_text="the platform's",
+        )
+    )
+    kill_wait: timedelta = field(
+        metadata=_declare(
+            "REPRIEVE_KILL_WAIT",
+            "time to keep training after the stop signal before saving",
+            timedelta(0),
+            parse=_parse_duration_or_zero,
+            format=_format_seconds,
+            metavar="DURATION",
+            default_text="0",
+        )
+    )
+    name: str | None = field(
+        metadata=_declare(
+            "REPRIEVE_RUN",
+            "name of the run, for status, pause, resume and logs",
+            metavar="NAME",
+            default_text="from the command and its folder",
+        )
+    )
+    max_restarts: int = field(
+        metadata=_declare(
+            "REPRIEVE_RESTARTS",
+            "how often to restart after failures, with growing delays; preemptions do not count",
+            0,
+            parse=_parse_count,
+            metavar="N",
+            default_text="0",
+        )
+    )
+    hang_timeout: timedelta | None = field(
+        metadata=_declare(
+            "REPRIEVE_HANG",
+            "time without a completed step after which to show the stacks of all ranks and restart",
+            parse=_parse_duration,
+            format=_format_seconds,
+            metavar="DURATION",
+            default_text="never",
+        )
+    )
+    progress_file: str | None = field(
+        metadata=_declare(
+            "TRAINING_PROGRESS_FILE", "JSON file to write progress to", metavar="PATH", default_text="none"
+        )
+    )
+    progress_every: int = field(
+        metadata=_declare(
+            "PROGRESS_UPDATE_FREQUENCY",
+            "number of steps between two updates of the progress file",
+            10,
+            parse=_parse_steps,
+            metavar="N",
+            default_text="10",
+        )
+    )
+    metrics_port: int | str = field(
+        metadata=_declare(
+            "REPRIEVE_METRICS_PORT",
+            "HTTP port that serves progress, as JSON and for Prometheus: a port, 0 (any), off, or auto (28080 in a pod)",
+            AUTO,
+            parse=_parse_port,
+            metavar="PORT",
+            default_text="auto",
+        )
+    )
+    drill: str | None = field(
+        metadata=_declare(DRILL, "scratch folder of a drill; set by reprieve drill", is_option=False)
+    )
     sources: Mapping[str, str] = field(default_factory=dict)
+    """Where each value comes from: an option, an argument, a variable or "default"."""
 
     def environment(self) -> dict[str, str]:
-        """For what the launcher starts: all that was said."""
-        found = {
-            kind.env: kind.write(getattr(self, name))
-            for name, kind in KINDS.items()
+        """Return the variables for processes that the launcher starts: every setting that is not a default."""
+        env = {
+            setting.env: setting.format(getattr(self, name))
+            for name, setting in SETTINGS.items()
             if self.sources[name] != "default" and getattr(self, name) is not None
         }
-        if "CHECKPOINT_INTERVAL" in found:
-            # What the interval means is in it, and whether there is one.
-            found |= {"CHECKPOINT_STRATEGY": "", "CHECKPOINT_ENABLED": ""}
-        return found
+        if "CHECKPOINT_INTERVAL" in env:
+            # The interval is complete now: these would change its meaning.
+            env |= {"CHECKPOINT_STRATEGY": "", "CHECKPOINT_ENABLED": ""}
+        return env
+
+    def options(self) -> dict[str, str]:
+        """Return the text of each setting that was given as an option of the command line, `fresh` excepted."""
+        return {
+            name: setting.format(getattr(self, name))
+            for name, setting in SETTINGS.items()
+            if name != "fresh" and self.sources[name].startswith("--") and getattr(self, name) is not None
+        }
+
+
+SETTINGS: Mapping[str, Setting] = {
+    entry.name: entry.metadata["setting"] for entry in fields(Settings) if "setting" in entry.metadata
+}
 
 
 def resolve(given: Mapping[str, Any], env: Mapping[str, str] = os.environ, *, options: bool = True) -> Settings:
-    """`given`: arguments by name, None for those that were not given; text is parsed as it is in the environment.
-    `options`: they are those of a command line, not of a function; for messages."""
+    """Resolve all settings.
+
+    `given`: arguments by name, None where there is none. Texts are parsed as in the environment. `options`: the
+    arguments are options of a command line, not of a function; this only changes messages.
+    """
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    for name, kind in KINDS.items():
-        argument = f"--{name.replace('_', '-')}" if options else f"{name}="
-        told = given.get(name)
-        if told is not None:
-            values[name], sources[name] = _parsed(kind.parse, told, argument), argument
-        elif env.get(kind.env, "").strip() or (name == "every" and env.get("CHECKPOINT_STRATEGY", "").strip()):
-            parse = kind.parse if name != "every" else lambda text: _interval(text, env)
-            values[name], sources[name] = _parsed(parse, env.get(kind.env, ""), kind.env), kind.env
+    for name, setting in SETTINGS.items():
+        argument = option_of(name) if options else f"{name}="
+        value = given.get(name)
+        if value is not None:
+            values[name], sources[name] = _parse(setting.parse, value, argument), argument
+        elif env.get(setting.env, "").strip() or (name == "every" and env.get("CHECKPOINT_STRATEGY", "").strip()):
+            parse = setting.parse if name != "every" else lambda text: _parse_interval(text, env)
+            values[name], sources[name] = _parse(parse, env.get(setting.env, ""), setting.env), setting.env
         else:
-            values[name], sources[name] = kind.default, "default"
+            values[name], sources[name] = setting.default, "default"
     enabled = env.get("CHECKPOINT_ENABLED", "")
-    if given.get("every") is None and enabled.strip() and not _parsed(_truth, enabled, "CHECKPOINT_ENABLED"):
+    if given.get("every") is None and enabled.strip() and not _parse(_parse_bool, enabled, "CHECKPOINT_ENABLED"):
         values["every"], sources["every"] = NEVER, "CHECKPOINT_ENABLED"
-    whole = _parsed(_whole, env.get("CHECKPOINT_SAVE_TYPE", ""), "CHECKPOINT_SAVE_TYPE")
-    if not whole and not options and env.get("RANK", "0") == "0":  # said once: not by the launcher
-        log.warning("CHECKPOINT_SAVE_TYPE=incremental: each checkpoint is saved whole, all the same")
+    save_type = _parse(_check_save_type, env.get("CHECKPOINT_SAVE_TYPE", ""), "CHECKPOINT_SAVE_TYPE")
+    if save_type == "incremental" and not options and env.get("RANK", "0") == "0":  # once, and not in the launcher
+        log.warning("CHECKPOINT_SAVE_TYPE=incremental is not supported: each checkpoint is saved whole")
     return Settings(**values, sources=sources)
 
 
-def _parsed(parse: Callable[[Any], Any], value: Any, source: str) -> Any:
-    if not isinstance(value, str) and parse not in (_duration, _duration_or_zero):
+def _parse(parse: Callable[[Any], Any], value: Any, source: str) -> Any:
+    if not isinstance(value, str) and parse not in (_parse_duration, _parse_duration_or_zero):
         return value
     try:
         return parse(value)
@@ -188,11 +323,11 @@ def _parsed(parse: Callable[[Any], Any], value: Any, source: str) -> Any:
         raise ConfigError(f"{source}: {error}") from None
 
 
-def _interval(text: str, env: Mapping[str, str]) -> str:
-    """A bare number counts what CHECKPOINT_STRATEGY says."""
+def _parse_interval(text: str, env: Mapping[str, str]) -> str:
+    """Return CHECKPOINT_INTERVAL with the unit that CHECKPOINT_STRATEGY gives to a bare number."""
     strategy, text = env.get("CHECKPOINT_STRATEGY", "").strip().lower(), text.strip()
     if strategy not in ("", "steps", "epoch", "time"):
-        raise ConfigError(f"CHECKPOINT_STRATEGY={strategy!r}: it is steps, epoch or time")
+        raise ConfigError(f"CHECKPOINT_STRATEGY={strategy!r}: write steps, epoch or time")
     if strategy == "epoch":
         return "epoch"
     if not text:

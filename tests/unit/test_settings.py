@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from reprieve.cli import execute
 from reprieve.errors import ConfigError
-from reprieve.settings import ALL, AUTO, KINDS, NEVER, OFF, resolve
+from reprieve.settings import ALL, AUTO, NEVER, OFF, SETTINGS, option_of, resolve
 
 MINUTE = timedelta(minutes=1)
+DOCS = Path(__file__).parents[2] / "docs/launch.md"
 
 EVERY_SETTING = [
     # name, variable, (argument, what it means), (variable's text, what it means), default
@@ -27,6 +30,7 @@ EVERY_SETTING = [
     ("progress_file", "TRAINING_PROGRESS_FILE", ("a.json", "a.json"), ("/b.json", "/b.json"), None),
     ("progress_every", "PROGRESS_UPDATE_FREQUENCY", ("1", 1), ("5", 5), 10),
     ("metrics_port", "REPRIEVE_METRICS_PORT", ("0", 0), (" OFF ", OFF), AUTO),
+    ("drill", "REPRIEVE_DRILL", ("/a", "/a"), ("/b", "/b"), None),
 ]
 ALL_SAID = {
     "checkpoints": "/data/run 1",
@@ -42,12 +46,47 @@ ALL_SAID = {
     "progress_every": "7",
     "metrics_port": "9100",
     "save_at_end": False,
+    "drill": "/scratch",
 }
 
 
 def test_the_table_has_every_setting() -> None:
-    assert {(row[0], row[1]) for row in EVERY_SETTING} == {(name, kind.env) for name, kind in KINDS.items()}
-    assert set(ALL_SAID) == set(KINDS)
+    assert {(row[0], row[1]) for row in EVERY_SETTING} == {(name, setting.env) for name, setting in SETTINGS.items()}
+    assert set(ALL_SAID) == set(SETTINGS)
+
+
+@pytest.mark.parametrize("name", SETTINGS.keys() - {"drill"})
+def test_the_table_in_the_docs_is_the_declaration(name: str) -> None:
+    """docs/launch.md: option, variable and default as declared, and a description that starts with the help text."""
+    setting = SETTINGS[name]
+    value = f" {setting.metavar}" if setting.metavar else ""
+    option = f"`{option_of(name)}{value}`" if setting.is_option else ""
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in DOCS.read_text(encoding="utf-8").splitlines()
+        if line.startswith("|") and f"`{setting.env}" in line
+    ]
+    [(documented_option, _, default, text)] = rows
+    assert (documented_option, default) == (option, setting.default_text)
+    assert text.startswith(setting.help)
+
+
+@pytest.mark.parametrize("name", [name for name, setting in SETTINGS.items() if setting.is_option])
+def test_every_option_has_a_real_metavar(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        execute(["run", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    metavar = SETTINGS[name].metavar
+    assert f"{option_of(name)} {metavar} " in shown if metavar else f"[{option_of(name)}]" in shown
+
+
+def test_options_of_the_command_line_can_be_given_again() -> None:
+    """As for a detached run: the same options, whatever the environment says."""
+    given = {name: value for name, value in ALL_SAID.items() if SETTINGS[name].is_option}
+    settings = resolve(given, {"REPRIEVE_KILL_WAIT": "5s", "REPRIEVE_SAVE_AT_END": "no"})
+    assert set(settings.options()) == set(given) - {"fresh"}
+    again = resolve({**settings.options(), "fresh": True}, {})
+    assert {name: getattr(again, name) for name in given} == {name: getattr(settings, name) for name in given}
 
 
 @pytest.mark.parametrize(("name", "variable", "argument", "environment", "default"), EVERY_SETTING)
@@ -142,8 +181,8 @@ def test_a_bad_value_names_the_argument_or_the_variable(name: str, text: str) ->
         resolve({name: text}, {})
     with pytest.raises(ConfigError, match=f"^{name}=: "):
         resolve({name: text}, {}, options=False)
-    with pytest.raises(ConfigError, match=f"^{KINDS[name].env}: "):
-        resolve({}, {KINDS[name].env: text})
+    with pytest.raises(ConfigError, match=f"^{SETTINGS[name].env}: "):
+        resolve({}, {SETTINGS[name].env: text})
 
 
 @pytest.mark.parametrize(
@@ -175,8 +214,8 @@ def test_nothing_that_was_not_said_is_passed_on() -> None:
 def test_all_that_was_said_is_understood_alike_by_the_child() -> None:
     before = resolve(ALL_SAID, {})
     after = resolve({}, before.environment())
-    assert {name: getattr(after, name) for name in KINDS} == {name: getattr(before, name) for name in KINDS}
-    assert after.sources == {name: kind.env for name, kind in KINDS.items()}
+    assert {name: getattr(after, name) for name in SETTINGS} == {name: getattr(before, name) for name in SETTINGS}
+    assert after.sources == {name: setting.env for name, setting in SETTINGS.items()}
 
 
 @pytest.mark.parametrize("interval", ["500", "epoch", "300", "5m", ""])

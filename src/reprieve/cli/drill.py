@@ -25,7 +25,7 @@ from reprieve.cli.output import data, print_json, talk
 from reprieve.errors import ConfigError
 from reprieve.launch.command import NotFound, parse
 from reprieve.launch.drill import USUAL, Drill, Report
-from reprieve.launch.messages import say
+from reprieve.launch.messages import print_message
 from reprieve.preemption.deadline import resolve_grace_period
 from reprieve.settings import resolve
 from reprieve.units import format_size, parse_duration
@@ -52,9 +52,11 @@ def main(args: Namespace) -> int:
     period = known.period or USUAL
     source = known.source if known.period is not None else "nothing is known of this platform: 30 s are usual"
     try:
-        job = Drill(parse(args.command), settings, os.environ, args.steps, parse_duration(args.timeout), say, _copying)
+        job = Drill(
+            parse(args.command), settings, os.environ, args.steps, parse_duration(args.timeout), print_message, _copying
+        )
     except NotFound as error:
-        say(str(error))
+        print_message(str(error))
         return error.code
     report = job.run(Report(period.total_seconds(), source))
     talk.print()  # the job's output may have ended in the middle of a line

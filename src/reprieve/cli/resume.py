@@ -13,7 +13,7 @@ from argparse import ArgumentParser, Namespace
 
 from reprieve.cli.run import launch, start_detached
 from reprieve.errors import ConfigError
-from reprieve.launch.messages import say
+from reprieve.launch.messages import print_message
 from reprieve.launch.runs.run_record import RunRecord, Runs
 from reprieve.redaction import HIDDEN
 from reprieve.settings import resolve
@@ -52,6 +52,8 @@ def _enter(record: RunRecord) -> None:
     secrets = {name: os.environ[name] for name in record.left_out if name in os.environ}
     caller = {name: os.environ[name] for name in _OF_THE_CALLER if name in os.environ}
     if missing := [name for name in record.left_out if name not in os.environ]:
-        say(f"not stored, and not set here: {', '.join(missing)}. If the script needs them, set them and resume again")
+        print_message(
+            f"not stored, and not set here: {', '.join(missing)}. If the script needs them, set them and resume again"
+        )
     os.environ.clear()
     os.environ.update({**record.environment, **secrets, **caller})

@@ -31,9 +31,9 @@ from reprieve.launch.output_relay import OutputLog
 from reprieve.launch.process import become_subreaper
 from reprieve.launch.rank_status import JobStatus
 from reprieve.launch.runs.outcome import AttemptResult
-from reprieve.launcher_protocol import LAUNCHER_SOCKET, Listener
+from reprieve.launcher_protocol import DRILL, LAUNCHER_SOCKET, Listener
 from reprieve.settings import Settings
-from reprieve.storage.uri import DRILL, for_run, local_path
+from reprieve.storage.uri import for_run, local_path
 
 USUAL = timedelta(seconds=30)
 """Kubernetes' default, where nothing is known."""
@@ -223,7 +223,7 @@ class Drill:
         if not found:
             return {}
         newest = found[0]
-        target = for_run(original, {DRILL: str(scratch)}) / newest.path.name
+        target = for_run(original, str(scratch)) / newest.path.name
         if shutil.disk_usage(scratch).free < 2.2 * newest.bytes:
             raise DrillFailed(
                 f"no room beside {original} for two more of {newest.path.name} ({newest.bytes:,} bytes each)"

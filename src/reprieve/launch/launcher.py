@@ -22,7 +22,7 @@ from reprieve import exit_codes, redaction
 from reprieve.launch.attempt import STOPS, Attempt, Signals
 from reprieve.launch.command import Command
 from reprieve.launch.import_hook import finder
-from reprieve.launch.messages import exit_message, say
+from reprieve.launch.messages import exit_message, print_message
 from reprieve.launch.output_relay import OutputLog
 from reprieve.launch.page_cache_warmup import PageCacheWarmup
 from reprieve.launch.process import become_subreaper
@@ -34,7 +34,7 @@ from reprieve.launch.runs.run_record import RunFolder, RunRecord, Runs, default_
 from reprieve.launcher_protocol import INTERRUPTIONS, LAUNCHER_SOCKET, Listener, Pause
 from reprieve.preemption.deadline import NO_LIMIT_S, Grace, resolve_grace_period
 from reprieve.run_state import RunState
-from reprieve.settings import KINDS, Settings
+from reprieve.settings import SETTINGS, Settings
 from reprieve.storage.uri import shown
 
 log = logging.getLogger("reprieve")
@@ -97,7 +97,7 @@ class Launcher:
                 ended = Outcome(ended.state, ended.code, reason)
                 break
             self._record.restarts += 1
-            say(
+            print_message(
                 f"{ended.words}. Starting again in {again.wait_s:.1f} s "
                 f"({restarts.used} of {self.settings.max_restarts})"
             )
@@ -149,13 +149,13 @@ class Launcher:
     def _environment(self, *, first: bool) -> dict[str, str]:
         env = {**self.env, **self.settings.environment(), LAUNCHER_SOCKET: str(self._listener.path)}
         if self.grace_period.certain and self.grace_period.period is not None:
-            env[KINDS["grace_period"].env] = KINDS["grace_period"].write(self.grace_period.period)
+            env[SETTINGS["grace_period"].env] = SETTINGS["grace_period"].format(self.grace_period.period)
         # torchrun's first 30 s; its second, after the first rank has ended, no rank lets begin (docs/run.md).
         known = self.grace_period.period.total_seconds() if self.grace_period.period is not None else NO_LIMIT_S
         env.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(known)))
         env.setdefault("PYTHONUNBUFFERED", "1")  # our pipe is not the terminal that it would flush lines to
         if self.settings.fresh and not first:
-            env[KINDS["fresh"].env] = "true"  # to start over is for the first attempt alone
+            env[SETTINGS["fresh"].env] = "true"  # to start over is for the first attempt alone
         count, training = goodput.losses(
             self._record.attempts, (RunState.FAILED, RunState.HUNG, RunState.LOST), time.time()
         )
@@ -167,18 +167,11 @@ class Launcher:
 
     def _open_record(self) -> RunRecord:
         kept, left_out = redaction.storable(self.env)
-        options = {
-            name: KINDS[name].write(getattr(self.settings, name))
-            for name in KINDS
-            if name != "fresh"
-            and self.settings.sources[name].startswith("--")
-            and getattr(self.settings, name) is not None
-        }
         fresh = RunRecord(
             self._folder.name,
             redaction.masked(self.command.words),
             str(Path.cwd()),
-            options,
+            self.settings.options(),
             kept,
             left_out,
             checkpoints=self.settings.checkpoints,
@@ -223,7 +216,7 @@ class Launcher:
         if seen.checkpoint is not None and seen.checkpoint != self._announced:
             self._announced = seen.checkpoint
             path = Path(seen.checkpoint)
-            say(f"resuming from {path.name} (step {seen.resumed}) in {shown(path.parent)}")
+            print_message(f"resuming from {path.name} (step {seen.resumed}) in {shown(path.parent)}")
         mine.step, mine.done = seen.step, seen.done
         mine.checkpoints = seen.checkpoints or mine.checkpoints
         entry.from_step, entry.to_step = seen.resumed or 0, seen.step
@@ -241,7 +234,7 @@ class Launcher:
         self._folder.write(self._record)
         if self._folder.problem is not None and not self._told_problem:
             self._told_problem = True
-            say(
+            print_message(
                 f"the run record cannot be written: {self._folder.problem}. `reprieve status` will not know of this run"
             )
 
@@ -255,7 +248,7 @@ class Launcher:
     def _tell_unprotected(self) -> None:
         if not self._told_unprotected:
             self._told_unprotected = True
-            say(
+            print_message(
                 "this script is not protected: it uses neither reprieve.Run nor a trainer that Reprieve knows, and a "
                 "stop loses what it has done. Six lines change that: docs/run.md"
             )

@@ -7,14 +7,14 @@ import os
 from pathlib import Path
 
 
-def say(text: str) -> None:
+def print_message(text: str) -> None:
     """One line. stderr may be closed, and a full pipe is not waited for longer than for the command's own output."""
     with contextlib.suppress(OSError):
         os.write(2, f"reprieve: {text}\n".encode(errors="replace"))
 
 
 def exit_message(text: str) -> None:
-    say(text)
+    print_message(text)
     from reprieve.progress.sinks import termination_log
 
     path = termination_log.path()

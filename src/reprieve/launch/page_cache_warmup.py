@@ -8,7 +8,7 @@ import contextlib
 import threading
 
 from reprieve.errors import ReprieveError
-from reprieve.launch.messages import say
+from reprieve.launch.messages import print_message
 
 _PART = 0.5
 """Of the memory that is free for it."""
@@ -57,7 +57,7 @@ class PageCacheWarmup:
             with reading(newest.path):
                 verify(newest.path, BlockPool(), progress=self._go_on, cache=Cache.FILL)
         except InvalidCheckpoint as error:
-            say(f"{newest.path.name} is not valid ({error.reason}): the run will go on from an older one")
+            print_message(f"{newest.path.name} is not valid ({error.reason}): the run will go on from an older one")
 
     def _go_on(self, _: int) -> None:
         if self._leave_off.is_set():

@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from reprieve.errors import ConfigError
 
-DRILL = "REPRIEVE_DRILL"
-"""A folder: `reprieve drill` rehearses a preemption there, and the run's own checkpoints are not touched."""
 
+def for_run(uri: str | os.PathLike[str], drill: str | None) -> Path:
+    """Return the folder that a run with the checkpoints `uri` writes to.
 
-def for_run(uri: str | os.PathLike[str], env: Mapping[str, str] = os.environ) -> Path:
-    """Where a run that was told `uri` writes: there, or in a drill in the scratch folder."""
+    `drill`: the scratch folder of a drill, which takes the place of the root folder.
+    """
     path = local_path(uri)
-    if not env.get(DRILL) or path.is_relative_to(scratch := local_path(env[DRILL])):
+    if drill is None or path.is_relative_to(scratch := local_path(drill)):
         return path
     return scratch / path.relative_to(path.anchor)
 
 
-def original_path(uri: str | os.PathLike[str], env: Mapping[str, str] = os.environ) -> Path:
-    """The folder that stands for `uri` outside of a drill: what `for_run` was given."""
+def original_path(uri: str | os.PathLike[str], drill: str | None) -> Path:
+    """Return the path that `uri` has outside of a drill: the inverse of `for_run`."""
     path = local_path(uri)
-    if not env.get(DRILL) or not path.is_relative_to(scratch := local_path(env[DRILL])):
+    if drill is None or not path.is_relative_to(scratch := local_path(drill)):
         return path
     return Path(path.anchor) / path.relative_to(scratch)
 

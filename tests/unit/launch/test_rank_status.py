@@ -166,7 +166,7 @@ def test_who_only_heard_of_a_refusal_tells_it_as_the_one_that_refused(
 ) -> None:
     monkeypatch.setenv(LAUNCHER_SOCKET, str(listener.path))
     reporter = RunReporter(0, 3, resolve({}), bar=False)
-    reporter.refused(RankFailed(2, "StateMismatch: another model", during="prepare", for_a_person=True))
+    reporter.refused(RankFailed(2, "StateMismatch: another model", during="prepare", permanent=True))
     reporter._reporter.close()
     faulthandler.unregister(signal.SIGQUIT)
     assert receive(listener).refused == "StateMismatch: another model"

@@ -10,12 +10,11 @@ from reprieve.progress.sinks import termination_log
 from reprieve.progress.sinks.base import Sink
 from reprieve.progress.sinks.file import FileSink
 from reprieve.settings import AUTO, OFF, Settings
-from reprieve.storage.uri import DRILL
 
 
 def make_sinks(settings: Settings, env: Mapping[str, str] = os.environ, *, bar: bool = False) -> list[Sink]:
     """`bar`: one is wanted, if there is a terminal. A drill tells nothing: it is not the run that others follow."""
-    if env.get(DRILL):
+    if settings.drill is not None:
         return []
     found: list[Sink] = []
     if settings.progress_file is not None:

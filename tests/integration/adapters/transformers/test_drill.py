@@ -16,8 +16,7 @@ import transformers
 
 from reprieve.launch.drill import Report, _compare
 from reprieve.launch.rank_status import JobStatus
-from reprieve.launcher_protocol import LAUNCHER_SOCKET, Listener
-from reprieve.storage.uri import DRILL
+from reprieve.launcher_protocol import DRILL, LAUNCHER_SOCKET, Listener
 from reprieve.testing import Fault, pause
 from tests.support.hf_kit import attempt
 from tests.support.jobs.hf_jobs import HfJob
