@@ -1,29 +1,27 @@
-"""Where a run is: steps, epoch, and the position in each pass over data. Saved with every checkpoint, by every rank.
+"""Where a plain loop is now: steps, epoch, and the position in each pass over data.
 
-The calls of `batches` within an epoch are told apart by their order: after a resume the first call goes on with the
-first pass of the interrupted epoch, the second with the second, and so on.
+`Run` advances it; `LoopAdapter` reads it for reports and saves. The calls of `batches` within an epoch are identified
+by their order: after a resume the first call continues the first pass of the interrupted epoch, and so on.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from reprieve.adapters.loop.loop_state import LoopState, PassState
 from reprieve.data.resumable_loader import Pass, ResumableLoader
-
-log = logging.getLogger("reprieve")
 
 
 class SuspendedPass:
-    """In place of a pass while a batch is lent."""
+    """The stand-in for a pass while a batch of it is lent (`reentry.py`)."""
 
     def mark(self) -> None:
         pass
 
     def state(self) -> dict[str, Any]:
-        raise AssertionError("nothing is saved while a batch is lent")
+        raise AssertionError("a save while a batch is lent")
 
     def close(self) -> None:
         pass
@@ -31,115 +29,91 @@ class SuspendedPass:
 
 @dataclass(slots=True)
 class DataPass:
-    """A call of `batches`."""
+    """One call of `batches`."""
 
     source: int
-    going: Pass | SuspendedPass | None = None
-    """None: complete, or left."""
-    left: dict[str, Any] | None = None
-    """Where it was left before its end."""
+    """Index of its loader in `LoopPosition.sources`."""
+    iterator: Pass | SuspendedPass | None = None
+    """None: the pass is complete, or the loop has left it."""
+    left_at: dict[str, Any] | None = None
+    """The position at which the loop left the pass before its end."""
     batch: int = 0
-    """How many batches of it were given out."""
-    marked: int = 0
-    """How many of these belong to completed steps."""
+    """Batches that were handed out."""
+    completed: int = 0
+    """Batches that belong to completed steps."""
+
+    def state(self) -> PassState:
+        """Return the position at the last completed step."""
+        return PassState(self.completed, self.left_at if self.iterator is None else self.iterator.state())
 
 
 @dataclass(slots=True)
 class LoopPosition:
-    """Of this process, now."""
+    """The position of this process in its training loop."""
 
     steps: int = 0
     epoch: int = 0
     finished: list[int | None] | None = None
-    """What was asked for (epochs and steps), once it is done."""
+    """The epochs and steps that were requested, once they are done."""
     passes: list[DataPass] = field(default_factory=list)
-    """Of this epoch, in the order of the calls."""
+    """The passes of this epoch, in the order of the calls."""
     sources: list[ResumableLoader] = field(default_factory=list)
-    """In the order in which they were first used."""
-    resumed_passes: list[Mapping[str, Any]] = field(default_factory=list)
-    """Passes of the interrupted epoch that were not called again yet."""
-    _resumed_sources: list[Mapping[str, Any]] = field(default_factory=list)
+    """The loaders, in the order of first use."""
+    _resumed_sources: Sequence[Mapping[str, Any]] = ()
     _loaders: list[Any] = field(default_factory=list)
 
     @property
-    def going(self) -> list[DataPass]:
-        return [one for one in self.passes if one.going is not None]
+    def open_passes(self) -> list[DataPass]:
+        return [data_pass for data_pass in self.passes if data_pass.iterator is not None]
 
-    def source(self, loader: Any) -> int:
-        """The number of the source for this loader; made at its first use."""
-        for number, known in enumerate(self._loaders):
-            if known is loader:
-                return number
+    def source_index(self, loader: Any) -> int:
+        """Return the index of this loader's source, which is created at the first use."""
+        for index, known_loader in enumerate(self._loaders):
+            if known_loader is loader:
+                return index
         self._loaders.append(loader)
         self.sources.append(ResumableLoader(loader))
-        number = len(self.sources) - 1
-        self.restore_source(number)
-        return number
+        index = len(self.sources) - 1
+        self.restore_source(index)
+        return index
 
-    def restore_source(self, number: int) -> None:
-        """As the interrupted process had it."""
-        if number < len(self._resumed_sources):
-            self.sources[number].restore(self._resumed_sources[number])
+    def restore_source(self, index: int) -> None:
+        """Put a source into the state that it had in the interrupted process."""
+        if index < len(self._resumed_sources):
+            self.sources[index].restore(self._resumed_sources[index])
+
+    def begin_pass(self, source: int) -> DataPass:
+        data_pass = DataPass(source)
+        self.passes.append(data_pass)
+        return data_pass
 
     def step_ended(self) -> bool:
-        """Is a pass going on?"""
+        """Count a completed step. Returns whether a pass is open."""
         self.steps += 1
-        going = False
-        for one in self.passes:
-            if one.going is not None:
-                one.going.mark()
-                one.marked = one.batch
-                going = True
-        return going
+        has_open_pass = False
+        for data_pass in self.passes:
+            if data_pass.iterator is not None:
+                data_pass.iterator.mark()
+                data_pass.completed = data_pass.batch
+                has_open_pass = True
+        return has_open_pass
 
     def epochs_done(self) -> float | None:
-        """None: nobody knows, in the middle of one."""
-        if not (going := self.going):
+        """Return the epochs with a fraction, or None in a pass over a loader without a length."""
+        if not (open_passes := self.open_passes):
             return float(self.epoch)
         try:
-            return self.epoch + min(1.0, going[0].batch / max(1, len(self._loaders[going[0].source])))
-        except TypeError:  # it does not know its length
+            length = len(self._loaders[open_passes[0].source])
+        except TypeError:  # the loader has no length
             return None
+        return self.epoch + min(1.0, open_passes[0].batch / max(1, length))
 
     def next_epoch(self) -> None:
         self.epoch += 1
         self.passes = []
-        self.resumed_passes = []
 
-    def state(self, world_size: int) -> dict[str, Any]:
-        """At the last completed step."""
-        return {
-            "steps": self.steps,
-            "epoch": self.epoch,
-            "world_size": world_size,
-            "passes": [
-                {"batch": one.marked, "state": one.left if one.going is None else one.going.state()}
-                for one in self.passes
-            ],
-            "sources": [source.state() for source in self.sources],
-        }
-
-    def restore(self, state: Mapping[str, Any], world_size: int) -> None:
-        self.steps = state["steps"]
-        self.epoch = state["epoch"]
+    def restore(self, state: LoopState) -> None:
+        self.steps = state.steps
+        self.epoch = state.epoch
         self.passes = []
-        self.resumed_passes = list(state["passes"])
-        self._resumed_sources = list(state["sources"])
-        if state["world_size"] != world_size:
-            self._divide_anew(state["world_size"], world_size)
-
-    def _divide_anew(self, before: int, now: int) -> None:
-        """Another number of ranks: as many samples of each pass are behind us as before, in the order that
-        DistributedSampler deals them out."""
-        log.warning(
-            "the checkpoint was written by %d ranks, these are %d: the run goes on at the same place in the data, but "
-            "no longer bit for bit as it would have (random numbers and batches of each rank are others)",
-            before,
-            now,
-        )
-        self._resumed_sources = []
-        self.resumed_passes = [
-            one if one["state"] is None else {"batch": count, "state": {"consumed": count}}
-            for one in self.resumed_passes
-            for count in [one["batch"] * before // now]
-        ]
+        self._resumed_sources = state.sources

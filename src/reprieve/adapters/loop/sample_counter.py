@@ -28,7 +28,7 @@ class SampleCounter:
     """Of this process since its start, for all ranks."""
 
     def __init__(self) -> None:
-        self.ranks = 1
+        self.world_size = 1
         self.samples = self.tokens = 0
         self.pending = 0
         """Samples of this rank since the last completed step."""
@@ -36,13 +36,13 @@ class SampleCounter:
     def step(self, samples: int | None, tokens: int | None) -> None:
         """A step is completed. What is given is of all ranks; without `samples` each rank has trained on as many as
         this one."""
-        self.samples += self.pending * self.ranks if samples is None else _count("samples", samples)
+        self.samples += self.pending * self.world_size if samples is None else _count("samples", samples)
         self.pending = 0
         if tokens is not None:
             self.tokens += _count("tokens", tokens)
 
 
-def sizes(loader: Any, ranks: int) -> BatchSizes:
+def batch_sizes(loader: Any, ranks: int) -> BatchSizes:
     """As far as the loader says it. A batch is not looked into: what its first dimension means only the loop knows."""
     if is_prepared(loader):
         size = getattr(loader, "total_batch_size", None)  # of all ranks; accelerate fills the last one up

@@ -47,7 +47,7 @@ def test_a_finished_job_trains_no_more_until_more_is_asked_for(job: Job) -> None
     more = replace(job, epochs=3)
     result = attempt(more)
     assert result.ok, str(result)
-    assert "and goes on: something else was asked for" in result.output
+    assert "and continues: more is requested now" in result.output
     assert seen(job.folder) == undisturbed(more)
 
 
@@ -110,7 +110,7 @@ def test_another_number_of_ranks(job: Job, ranks: tuple[int, int]) -> None:
     assert [result.exit_code for result in results] == [143] * before, str(results[0])
     results = run_ranks(after, jobs.dealt, job)
     assert all(result.ok for result in results), str(results[0])
-    assert f"written by {before} ranks, these are {after}" in results[0].output
+    assert f"written by {before} ranks, and this run has {after}" in results[0].output
     assert "no longer bit for bit" in results[0].output
     lines = [line for rank in seen(job.folder, 2) for line in rank[:-1]]
     for epoch in range(2):
@@ -123,7 +123,7 @@ def test_a_stop_that_cannot_wait_for_the_end_of_the_step(job: Job) -> None:
     slow = replace(job, accumulate=5, step_s=0.4, grace=1.6)
     result = attempt(slow, terminate(0, "forward", nth=11))
     assert result.exit_code == 143, str(result)
-    assert "no time to finish the step that is running: back to step 2" in result.output
+    assert "no time to finish the running step: back to step 2" in result.output
     assert checkpoints(job) == [2]
     _goes_on(replace(slow, step_s=0.0), train)
 

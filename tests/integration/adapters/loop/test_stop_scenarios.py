@@ -212,7 +212,7 @@ def test_a_signal_before_run_is_made(job: Job) -> None:
     assert killed.signal == signal.SIGTERM
     assert waiting.exit_code == 1
     assert waiting.error is not None
-    assert "rank 0: did not come within" in waiting.error.message
+    assert "rank 0: did not arrive within" in waiting.error.message
     assert checkpoints(job) == []
 
 
@@ -277,7 +277,7 @@ def test_one_of_two_ranks_raises(job: Job, kind: str) -> None:
 
 def _missed(rank: int, result: Result) -> bool:
     """Two look out for it, with the same patience: whoever waits for its answer, and whoever listens for its heart."""
-    return any(f"rank {rank}: {how}" in result.output for how in ("did not answer", "was not heard of for 3 s"))
+    return any(f"rank {rank}: {how}" in result.output for how in ("did not answer", "sent no heartbeat for 3 s"))
 
 
 @pytest.mark.parametrize("kind", ["ddp", "plain"])

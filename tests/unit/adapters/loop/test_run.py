@@ -92,7 +92,7 @@ def test_what_is_not_a_number(value: Any, tmp_path: Path) -> None:
 
 
 def test_epochs_without_a_number(tmp_path: Path) -> None:
-    with make(tmp_path) as run, pytest.raises(reprieve.ConfigError, match="say how many"):
+    with make(tmp_path) as run, pytest.raises(reprieve.ConfigError, match="needs a number of epochs"):
         next(iter(run.epochs()))
 
 

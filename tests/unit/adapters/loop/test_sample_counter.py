@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler, TensorDataset
 
 import reprieve
-from reprieve.adapters.loop.sample_counter import BatchSizes, SampleCounter, sizes
+from reprieve.adapters.loop.sample_counter import BatchSizes, SampleCounter, batch_sizes
 
 TEN = TensorDataset(torch.zeros(10, 2))
 
@@ -41,7 +41,7 @@ class NoLength(Sampler[int]):
     ],
 )
 def test_what_a_loader_says_of_its_batches(loader: Any, found: list[int]) -> None:
-    one = sizes(loader, 1)
+    one = batch_sizes(loader, 1)
     assert [one.of(number) for number, _ in enumerate(loader, 1)] == found
 
 
@@ -55,12 +55,12 @@ class Prepared:
 
 @pytest.mark.parametrize(("total", "size"), [(8, 4), (None, 0)])
 def test_a_loader_of_accelerate_says_it_of_all_ranks(total: Any, size: int) -> None:
-    assert sizes(Prepared(total), 2) == BatchSizes(size)
+    assert batch_sizes(Prepared(total), 2) == BatchSizes(size)
 
 
 def test_what_the_loop_says_counts() -> None:
     counting = SampleCounter()
-    counting.ranks = 2
+    counting.world_size = 2
     counting.pending = 4
     counting.step(None, None)
     assert (counting.samples, counting.tokens) == (8, 0)
@@ -83,6 +83,6 @@ def test_a_run_counts_completed_steps(tmp_path: Path) -> None:
             for _batch in run.batches(DataLoader(TEN, 4)):
                 if run.batch % 2 == 0 or run.batch == 3:
                     run.step(tokens=10, loss=1.0)
-                at = run._position()
+                at = run._adapter.position()
                 seen.append((at.samples, at.tokens))
     assert seen == [(0, 0), (8, 10), (10, 20), (10, 20), (18, 30), (20, 40)]
