@@ -12,13 +12,14 @@ import logging
 from collections.abc import Callable
 from time import monotonic as _now
 
+from reprieve.checkpoint.coordinated_schedule import TimedSaveRequests
 from reprieve.checkpoint.schedule import Schedule
 from reprieve.errors import RankFailed, RanksError, StoreLost
 from reprieve.preemption.stop_listener import ANOTHER_RANK, StopListener
 from reprieve.ranks.group import Ranks
 from reprieve.ranks.liveness import Liveness
 from reprieve.ranks.step_agreement import StepAgreement
-from reprieve.ranks.step_protocol import SAVE, STOP
+from reprieve.ranks.step_protocol import STOP
 
 log = logging.getLogger("reprieve")
 
@@ -49,13 +50,11 @@ class Boundaries:
         self.save_requested = False
         """The same of a periodic save."""
         self._stop_listener = stop_listener
-        self._schedule = schedule
-        self._times_saves = ranks.rank == 0 and schedule.interval is not None
-        self._time_requested = False
         self._look_at = 0.0
         self._major = 0
         self._minor = 0
         self._common = StepAgreement(ranks, completed=0, on_lost=on_lost, on_stop=self._another_stops)
+        self._timed_saves = TimedSaveRequests(schedule, self._common, ranks.rank)
         self._dead: RankFailed | None = None
         self._liveness = Liveness(ranks, ranks.limit, self._died)
         self._on_lost = on_lost
@@ -90,7 +89,8 @@ class Boundaries:
         self._at(self._major << _MINOR_BITS | _END)
 
     def saved(self) -> None:
-        self.save_requested = self._time_requested = False
+        self.save_requested = False
+        self._timed_saves.served()
         self.has_request = self.stop_requested
 
     def finish(self) -> None:
@@ -131,6 +131,4 @@ class Boundaries:
     def _look(self) -> None:
         self._stop_listener.reassert_signals()
         self._on_look()
-        if self._times_saves and not self._time_requested and self._schedule.time_is_up():
-            self._time_requested = True
-            self._common.request(SAVE)
+        self._timed_saves.poll()

@@ -10,48 +10,30 @@ import contextlib
 import faulthandler
 import functools
 import logging
-import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+from reprieve import launcher_protocol
 from reprieve.checkpoint.checkpointer import Checkpointer
 from reprieve.checkpoint.folder.catalog import CheckpointInfo
 from reprieve.checkpoint.results import Restored, Save
 from reprieve.checkpoint.state.fingerprint import fingerprints
 from reprieve.errors import OwnershipError, RankFailed, is_permanent
-from reprieve.progress import pod, report
+from reprieve.launcher_protocol import STEP_REPORT_INTERVAL_S, Reporter
+from reprieve.progress import pod
 from reprieve.progress.failure_reason import reason
 from reprieve.progress.publisher import Publisher
-from reprieve.progress.report import STEP_EVERY_S, Reporter
 from reprieve.progress.tracker import Tracker
+from reprieve.session.adapter import TrainingProgress
 from reprieve.settings import NEVER, Settings
-from reprieve.storage.uri import DRILL, original_path, shown
+from reprieve.storage.uri import original_path, shown
 
 log = logging.getLogger("reprieve")
 
 Parts = Callable[[], Mapping[str, Any]]
 """The training state in memory, by name. Called only in a drill, which compares it."""
-
-
-class TrainingProgress(NamedTuple):
-    """How far a loop is."""
-
-    step: int
-    total_steps: int | None = None
-    epoch: float | None = None
-    total_epochs: float | None = None
-    samples: int | None = None
-    """Trained on, by all ranks, up to this step; those before a resume may be in it or not."""
-    tokens: int | None = None
-
-    @property
-    def fraction(self) -> float | None:
-        """How much is done, from 0 to 1; None: nobody knows."""
-        if self.total_steps:
-            return min(1.0, self.step / self.total_steps)
-        return min(1.0, self.epoch / self.total_epochs) if self.total_epochs and self.epoch is not None else None
 
 
 class RunReporter:
@@ -60,7 +42,7 @@ class RunReporter:
     def __init__(self, rank: int, world_size: int, settings: Settings, *, bar: bool) -> None:
         """`bar`: nobody else draws one."""
         # As the script says it, also where a drill writes elsewhere.
-        self._folder = str(original_path(settings.checkpoints or "."))
+        self._folder = str(original_path(settings.checkpoints or ".", settings.drill))
         self._settings = settings
         self._bar = bar
         self._reporter = Reporter(rank, world_size)
@@ -70,16 +52,21 @@ class RunReporter:
         self._reason = ""
         self.tracker = Tracker()
         """What there is to tell of the run. The adapter adds what only it knows: metrics, evaluations."""
-        if self._reporter.heard:
+        if self._reporter.has_launcher:
             _show_stacks_when_asked()
-            self._reporter.send(report.STARTING, checkpoints=self._folder)
+            self._reporter.send(launcher_protocol.Starting(checkpoints=self._folder))
+
+    @property
+    def is_drill(self) -> bool:
+        """Whether `reprieve drill` compares the state at the stop with the state after the restart."""
+        return self._settings.drill is not None
 
     def refused(self, error: BaseException) -> None:
         """The run could not be set up."""
         if is_permanent(error):
             # Who only heard of another rank's error tells that one: which of them is heard first is chance.
             cause = error.reason if isinstance(error, RankFailed) else f"{type(error).__name__}: {error}"
-            self._reporter.send(report.REFUSED, error=cause)
+            self._reporter.send(launcher_protocol.Refused(error=cause))
         self.failed(error)
         # Where somebody else has the folder, what is told is theirs, perhaps in the same file.
         if self._first and self._publisher is None and not isinstance(error, OwnershipError):
@@ -94,15 +81,18 @@ class RunReporter:
     ) -> None:
         """`heard`: the signals that would be answered with a save."""
         resumed = restored.step if restored is not None else None
-        if restored is not None and self._first and not self._reporter.heard:  # the launcher prints it, if there is one
+        if (
+            restored is not None and self._first and not self._reporter.has_launcher
+        ):  # the launcher prints it, if there is one
             path = restored.path
             log.warning("resuming from %s (step %d) in %s", path.name, restored.step, shown(path.parent))
         self._reporter.send(
-            report.STARTED,
-            checkpoints=self._folder,
-            checkpoint=str(restored.path) if restored is not None else None,
-            resumed=resumed,
-            finished=finished,
+            launcher_protocol.Started(
+                checkpoints=self._folder,
+                checkpoint=str(restored.path) if restored is not None else None,
+                resumed=resumed,
+                finished=finished,
+            )
         )
         self.tracker = Tracker(
             resumed_from=resumed,
@@ -122,18 +112,21 @@ class RunReporter:
 
     def restored(self, parts: Parts) -> None:
         """What was saved of these parts is in memory again."""
-        if in_drill():
-            self._reporter.send(report.RESTORED, **fingerprinted(parts))
+        if self.is_drill:
+            self._reporter.send(launcher_protocol.Restored(**fingerprinted(parts)))
 
     def step(self, at: TrainingProgress) -> None:
         """At boundaries, 20 times a second at most. The launcher: the first at once, then a few a second."""
+        if at.metrics:
+            self.tracker.metrics(at.metrics)
         self.tracker.plan(at.total_steps, at.total_epochs)
         self.tracker.trained_on(at.samples, at.tokens)
         if at.step != self.tracker.at:
             self.tracker.step(at.step, at.epoch)
-        if self._reporter.heard and (now := time.monotonic()) >= self._next_step and at.step:
-            self._next_step = now + STEP_EVERY_S
-            self._reporter.step(at.step, done=at.fraction, eta_s=self.tracker.eta_s())
+        if self._reporter.has_launcher and (now := time.monotonic()) >= self._next_step and at.step:
+            self._next_step = now + STEP_REPORT_INTERVAL_S
+            step = launcher_protocol.Step(step=at.step, done=at.fraction, eta_s=self.tracker.eta_s())
+            self._reporter.send(step, wait=False)
 
     def saving(self, save: Save, began: float) -> None:
         """A save was asked for: when it is durable, that is told."""
@@ -144,7 +137,7 @@ class RunReporter:
             took = time.monotonic() - began
             self.tracker.saved(save.path, save.bytes)
             self._reporter.send(
-                report.SAVED, step=save.step, path=str(save.path), bytes=save.bytes, began=began, took=took
+                launcher_protocol.Saved(step=save.step, path=str(save.path), bytes=save.bytes, began=began, took=took)
             )
 
         save.when_durable(durable)
@@ -161,11 +154,11 @@ class RunReporter:
 
     def stopping(self, reason: str, step: int) -> None:
         self._reason = reason
-        self._reporter.send(report.STOPPING, reason=reason, step=step)
+        self._reporter.send(launcher_protocol.Stopping(reason=reason, step=step))
 
     def stopped(self, step: int, *, saved: bool, times: dict[str, float], **state: Any) -> None:
         """`times`: when what was done, by the monotonic clock. `state`: fingerprints of what was saved."""
-        self._reporter.send(report.STOPPED, step=step, saved=saved, times=times, **state)
+        self._reporter.send(launcher_protocol.Stopped(step=step, saved=saved, times=times, **state))
         self.tracker.stopped(self._reason, saved=saved)
         self._last_word()
 
@@ -174,11 +167,11 @@ class RunReporter:
         if finished:
             self.tracker.finished()
         elif step:
-            self._reporter.send(report.STEP, step=step)
+            self._reporter.send(launcher_protocol.Step(step=step))
         self._last_word()
 
     def finished(self, step: int) -> None:
-        self._reporter.send(report.FINISHED, step=step)
+        self._reporter.send(launcher_protocol.Finished(step=step))
         self.tracker.finished()
         self._last_word()
 
@@ -195,12 +188,7 @@ def _saving(checkpointer: Checkpointer) -> tuple[int, float | None] | None:
     """The save that is being written, and how much of it."""
     if (running := checkpointer.save_in_progress) is None:
         return None
-    return running.step, running.moved / running.share if running.share else None
-
-
-def in_drill() -> bool:
-    """`reprieve drill` compares the state at the stop with the state after the restart."""
-    return bool(os.environ.get(DRILL))
+    return running.step, running.written_bytes / running.share if running.share else None
 
 
 def fingerprinted(parts: Parts) -> dict[str, Any]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import signal
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,11 @@ from reprieve.errors import RankFailed, RanksError, ReprieveError, StorageError
 from reprieve.preemption.deadline import resolve_grace_period
 from reprieve.preemption.process_exit import Preempted, process_exit
 from reprieve.preemption.stop_listener import StopListener
-from reprieve.progress.snapshot import SAVING
 from reprieve.ranks.group import LIMIT, Ranks
+from reprieve.run_state import RunState
+from reprieve.session.adapter import TrainingAdapter
 from reprieve.session.boundaries import Boundaries
-from reprieve.session.run_reporter import Parts, RunReporter, TrainingProgress
+from reprieve.session.run_reporter import RunReporter
 from reprieve.session.shutdown import MARGIN_S, GracefulShutdown
 from reprieve.settings import ALL, Settings
 from reprieve.storage.disk import Disk
@@ -53,9 +55,8 @@ class Session:
         self,
         settings: Settings,
         *,
-        position: Callable[[], TrainingProgress],
+        adapter: TrainingAdapter,
         state: Mapping[str, Any],
-        parts: Parts | None = None,
         bar: bool = True,
         grace_period: str | float | timedelta | None = None,
         signals: Iterable[int | str] = (signal.SIGTERM,),
@@ -67,20 +68,19 @@ class Session:
         clock: Clock | None = None,
         **checkpointer: Any,
     ) -> None:
-        """`position`: how far the loop is. `state`: what the engine saves of itself. `parts`: what a drill compares;
-        default: the engine's state. `bar`: nobody else draws one."""
+        """`state`: what the engine saves of itself. `bar`: draw a progress bar, because nobody else does."""
         assert settings.checkpoints is not None
         process_exit.prepare()
         show_logs()
         self.settings = settings
-        self.root = for_run(settings.checkpoints)
+        self.root = for_run(settings.checkpoints, settings.drill)
         self.stopped: Preempted | None = None
         self.finished = False
         self._finished_at: int | None = None
         self.last_saved: int | None = 0
         """The step of the last checkpoint that was asked for, or restored; None: it is lost, or more was done since
         that belongs to the same step."""
-        self._position = position
+        self._adapter = adapter
         self._exit_wait = parse_duration(exit_wait)
         self._closed = False
         self._past_beginning = threading.Event()
@@ -113,7 +113,6 @@ class Session:
                 **checkpointer,
                 **state,
             )
-            self._parts = parts or self.checkpointer.parts
             self._boundaries = Boundaries(
                 self.ranks.scoped("loop"),
                 self.stop_listener,
@@ -123,8 +122,14 @@ class Session:
             )
             if self.stop_listener.stop is not None:
                 self._boundaries.request_stop()
-            self._stopping = GracefulShutdown(
-                self.checkpointer, self.ranks, self.stop_listener, self._exit_wait, self._reporter, self._parts
+            self._shutdown = GracefulShutdown(
+                self.checkpointer,
+                self.ranks,
+                self.stop_listener,
+                self._exit_wait,
+                self._reporter,
+                save=functools.partial(self.save, background=False),
+                parts=self._parts,
             )
         except BaseException as error:
             self.refused(error)
@@ -173,27 +178,43 @@ class Session:
 
     # Saving
 
-    def save(self, *, background: bool, time_limit: timedelta | None = None, **details: Any) -> Save:
-        """`details`: see `Checkpointer.save`."""
+    def save(self, *, background: bool, time_limit: timedelta | None = None) -> Save:
+        """Save the current step, with what the adapter captures. `time_limit`: see `Checkpointer.save`."""
         self._past_beginning.set()
-        step, began = self._position().step, time.monotonic()
-        with self.reporter.tracker.pausing(SAVING):
-            save = self.checkpointer.save(step, background=background, time_limit=time_limit, **details)
+        step, began = self._adapter.position().step, time.monotonic()
+        try:
+            captured = self._adapter.capture()
+            with self.reporter.tracker.pausing(RunState.SAVING):
+                save = self.checkpointer.save(
+                    step,
+                    epoch=captured.epoch,
+                    metrics=captured.metrics,
+                    values=captured.values,
+                    extra_files=captured.extra_files,
+                    unrequested=captured.unrequested,
+                    replace=captured.replace,
+                    background=background,
+                    time_limit=time_limit,
+                )
+        except BaseException:
+            self._adapter.save_failed()
+            raise
         self.last_saved = step
         self.boundaries.saved()
         self.reporter.saving(save, began)
         if time_limit is None:
             self.reporter.count(self.checkpointer)
+        self._adapter.saved()
         return save
 
-    def save_beside(self, save: Callable[[], object]) -> None:
-        """A periodic save. One that storage refuses is said, and the next is tried when it is due: training goes on."""
+    def save_periodically(self, *, background: bool = True) -> None:
+        """Run a save that is due. If storage refuses it, log an error and continue training until the next is due."""
         self.drain_save()
         try:
-            save()
-        except (StorageError, RankFailed) as error:  # of another rank's storage the others hear as RankFailed
-            step = self._position().step
-            log.error("step %d is not saved: %s. Training goes on", step, error)
+            self.save(background=background)
+        except (StorageError, RankFailed) as error:  # RankFailed: the storage of another rank
+            step = self._adapter.position().step
+            log.error("step %d is not saved: %s. Training continues", step, error)
             self.checkpointer.schedule.saved(step)
             self.boundaries.saved()
 
@@ -208,17 +229,17 @@ class Session:
 
     # The end
 
-    def stop(self, save: Callable[[timedelta | None], object]) -> Preempted:
-        """At a boundary that all ranks stand at: save, leave together; what to raise."""
+    def stop(self) -> Preempted:
+        """At a boundary that all ranks have reached: save, end together. Returns the exception to raise."""
         self._past_beginning.set()
         self._tell_step()
-        self.stopped = self._stopping.stop(self._position().step, self.last_saved, save)
+        self.stopped = self._shutdown.stop(self._adapter.position().step, self.last_saved)
         return self.stopped
 
     def finish(self, what: Any) -> None:
         """Training is done. If its last step is saved, that is marked as the last."""
         self._past_beginning.set()
-        step = self._position().step
+        step = self._adapter.position().step
         if step == self.last_saved:
             self.checkpointer.mark_finished(step, what)
         self.finished, self._finished_at = True, step
@@ -233,7 +254,7 @@ class Session:
         self._past_beginning.set()
         if self._reporter is not None and self.stopped is None:
             self._tell_step()
-            step = self._position().step
+            step = self._adapter.position().step
             # One that was finished before may have gone on since: more was asked for.
             self._reporter.closing(step, finished=step == self._finished_at)
         self.stop_listener.close()
@@ -242,14 +263,19 @@ class Session:
             if getattr(self, "ranks", None) is not None:
                 stack.callback(self.ranks.close)
             if getattr(self, "checkpointer", None) is not None:
-                stack.callback(self.checkpointer._close, together=together)
+                stack.callback(self.checkpointer.close, together=together)
             if self._boundaries is not None:
                 stack.callback(self._boundaries.close)
+
+    def _parts(self) -> Mapping[str, Any]:
+        """The training state that a drill compares."""
+        parts = self._adapter.drill_parts()
+        return self.checkpointer.parts() if parts is None else parts
 
     # What is told, and by whom
 
     def _tell_step(self) -> None:
-        self.reporter.step(self._position())
+        self.reporter.step(self._adapter.position())
 
     def _told_to_stop(self) -> None:
         stop = self.stop_listener.stop
@@ -268,7 +294,7 @@ class Session:
         stop, step = self.stop_listener.stop, self.last_saved or 0
         assert stop is not None
         ahead = self._boundaries is not None and not self._boundaries.at_first_boundary
-        if ahead or self._position().step > step:
+        if ahead or self._adapter.position().step > step:
             return
         log.warning("no step was done since the start: there is nothing to save, and nothing to wait for")
         process_exit.schedule(_LEAVE_S)

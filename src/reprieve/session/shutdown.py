@@ -21,7 +21,7 @@ from reprieve.errors import RanksError, ReprieveError
 from reprieve.preemption.process_exit import Preempted, process_exit
 from reprieve.preemption.stop_listener import ANOTHER_RANK, StopListener, StopRequest
 from reprieve.ranks.group import Ranks
-from reprieve.session.run_reporter import Parts, RunReporter, fingerprinted, in_drill
+from reprieve.session.run_reporter import Parts, RunReporter, fingerprinted
 from reprieve.units import format_size
 
 log = logging.getLogger("reprieve")
@@ -44,16 +44,20 @@ class GracefulShutdown:
         stop_listener: StopListener,
         exit_wait: timedelta,
         reporter: RunReporter,
+        *,
+        save: Callable[..., object],
         parts: Parts,
     ) -> None:
+        """`save(time_limit=…)`: save the current step in the foreground."""
         self._checkpointer = checkpointer
         self._ranks = ranks
         self._stop_listener = stop_listener
         self._exit_wait = exit_wait
         self._reporter = reporter
+        self._save = save
         self._parts = parts
 
-    def stop(self, step: int, last_saved: int | None, save: Callable[[timedelta | None], object]) -> Preempted:
+    def stop(self, step: int, last_saved: int | None) -> Preempted:
         """Save what there is time for, leave together; what to raise then. `last_saved`: the step of the last
         checkpoint that was asked for."""
         self._stop_listener.request(ANOTHER_RANK)  # it may not have heard it yet
@@ -70,7 +74,7 @@ class GracefulShutdown:
             if left is not None and stop.certain:
                 process_exit.schedule(left, why="the grace period is over:")
             plan = self._decide(step, last_saved, left)
-            saved = self._carry_out(plan, step, save, stop)
+            saved = self._carry_out(plan, step, stop)
             times["durable"] = time.monotonic()
         except Exception as error:
             log.error(
@@ -80,7 +84,7 @@ class GracefulShutdown:
                 exc_info=not isinstance(error, RanksError | OSError),
             )
         # Before the ranks leave: from then on the process has only seconds.
-        state = fingerprinted(self._parts) if in_drill() else {}
+        state = fingerprinted(self._parts) if self._reporter.is_drill else {}
         self._leave(stop)
         times["left"] = time.monotonic()
         self._reporter.stopped(step, saved=saved, times=times, **state)
@@ -104,7 +108,7 @@ class GracefulShutdown:
         def decide() -> dict[str, Any]:
             running = self._checkpointer.save_in_progress
             needed = self._checkpointer.seconds_for_save()
-            rest = running.seconds_left() if running is not None else 0.0
+            rest = running.remaining_s() if running is not None else 0.0
             if rest is None:
                 rest = needed  # it has only just begun
             new = step != last_saved
@@ -120,9 +124,7 @@ class GracefulShutdown:
         decision: Mapping[str, Any] = self._ranks.agree("last save", decide)[0]
         return decision
 
-    def _carry_out(
-        self, plan: Mapping[str, Any], step: int, save: Callable[[timedelta | None], object], stop: StopRequest
-    ) -> bool:
+    def _carry_out(self, plan: Mapping[str, Any], step: int, stop: StopRequest) -> bool:
         """Is the step saved, now?"""
         left = stop.left()
         if plan["abort"]:
@@ -151,7 +153,7 @@ class GracefulShutdown:
             said = False
         began = time.monotonic()
         with _Watching(self._checkpointer, step, stop, said=said):
-            save(None if left is None else timedelta(seconds=max(1.0, left)))
+            self._save(time_limit=None if left is None else timedelta(seconds=max(1.0, left)))
         took = time.monotonic() - began
         log.warning("saved step %d in %.2f s, %.2f s after %s", step, took, time.monotonic() - stop.at, stop.reason)
         return True
@@ -200,7 +202,7 @@ class _Watching:
     def _look(self) -> None:
         while not self._ended.wait(_LOOK_S):
             running, left = self._checkpointer.save_in_progress, self._stop.left()
-            needed = running.seconds_left() if running is not None else None
+            needed = running.remaining_s() if running is not None else None
             if needed is not None and left is not None and needed > left:
                 _too_short(self._step, needed, left, self._checkpointer.checkpoint_bytes)
                 return

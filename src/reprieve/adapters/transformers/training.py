@@ -15,7 +15,6 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +26,11 @@ from reprieve.adapters.transformers.resume.resumable_dataloader import Resumable
 from reprieve.adapters.transformers.save.checkpoint_contents import CheckpointContents
 from reprieve.adapters.transformers.save.hub_push import HubPusher
 from reprieve.preemption.process_exit import process_exit
-from reprieve.progress.snapshot import EVALUATING
+from reprieve.run_state import RunState
 from reprieve.rng import capture_rng, restore_rng
 from reprieve.session import ddp_buckets
-from reprieve.session.run_reporter import TrainingProgress, in_drill
+from reprieve.session.adapter import CapturedState, TrainingProgress
+from reprieve.session.run_reporter import in_drill
 from reprieve.session.session import Session
 from reprieve.settings import NEVER, Settings
 
@@ -73,9 +73,8 @@ class ProtectedTraining:
         """In a drill: the next batch is the first after the resume."""
         self._session = Session(
             settings,
-            position=self._position,
+            adapter=self,
             state={},
-            parts=self._parts,
             rng=False,
             bar=preflight.replaces_bar(trainer),
             **rest,
@@ -133,7 +132,7 @@ class ProtectedTraining:
             "get_eval_dataloader": self._get_eval_dataloader,
         }
 
-    def _position(self) -> TrainingProgress:
+    def position(self) -> TrainingProgress:
         trainer = self._trainer
         state, args = trainer.state, trainer.args
         step = int(state.global_step)
@@ -214,7 +213,7 @@ class ProtectedTraining:
         assert self._loader is not None
         self._session.reporter.restored(functools.partial(drill_parts.data_order, batch, self._loader))
 
-    def _parts(self) -> dict[str, Any]:
+    def drill_parts(self) -> dict[str, Any]:
         """The state in memory, at a stop or after a resume. Called only in a drill."""
         assert self._loader is not None
         found = drill_parts.parts(self._trainer, self._loader, self._where)
@@ -281,7 +280,7 @@ class ProtectedTraining:
         self._before = trainer_snapshot.EvaluationSnapshot(self._trainer)
         try:
             self._stop_in_evaluation(self._session.boundaries.step)
-            with self._session.reporter.tracker.pausing(EVALUATING):
+            with self._session.reporter.tracker.pausing(RunState.EVALUATING):
                 metrics = self._real["evaluate"](*args, **kwargs)
         finally:
             self._before = None
@@ -314,7 +313,7 @@ class ProtectedTraining:
     def _stop(self) -> None:
         session = self._session
         self._pushing.stop()
-        stopped = session.stop(lambda time_limit: self._save(background=False, time_limit=time_limit))
+        stopped = session.stop()
         assert self._loader is not None
         self._loader.end_workers()
         process_exit.raise_or_exit(stopped)
@@ -347,27 +346,29 @@ class ProtectedTraining:
 
     def _save_beside(self, *, background: bool) -> None:
         self._settle()
-        self._session.save_beside(lambda: self._save(background=background))
+        self._session.save_periodically(background=background and not self._trainer.args.push_to_hub)
 
-    def _save(self, *, background: bool, time_limit: timedelta | None = None) -> None:
-        session, trainer = self._session, self._trainer
-        best = self._best_before = trainer.state.best_model_checkpoint
-        try:
-            session.save(
-                epoch=trainer.state.epoch,
-                metrics=self._contents.metrics(),
-                values={"transformers": self._values()},
-                extra_files=lambda: self._contents.collect(session),
-                unrequested=self._contents.asked_at != trainer.state.global_step,
-                replace=True,
-                background=background and not trainer.args.push_to_hub,
-                time_limit=time_limit,
-            )
-        except BaseException:
-            trainer.state.best_model_checkpoint = best  # the best of those that there are
-            raise
-        self._pin(best)  # until the new one is durable
-        self._pushing.push(session)
+    def capture(self) -> CapturedState:
+        """What the trainer would save for this step, and where the loop is."""
+        state = self._trainer.state
+        self._best_before = state.best_model_checkpoint
+        return CapturedState(
+            epoch=state.epoch,
+            metrics=self._contents.metrics(),
+            values={"transformers": self._values()},
+            extra_files=lambda: self._contents.collect(self._session),
+            unrequested=self._contents.asked_at != state.global_step,
+            replace=True,
+        )
+
+    def saved(self) -> None:
+        """Keep the best checkpoint and push the new one."""
+        self._pin(self._best_before)  # until the new one is durable
+        self._pushing.push(self._session)
+
+    def save_failed(self) -> None:
+        """Go back to the best of the checkpoints that exist."""
+        self._trainer.state.best_model_checkpoint = self._best_before
 
     def _pin(self, *more: str | None) -> None:
         """The best checkpoint stays."""
@@ -412,7 +413,7 @@ class ProtectedTraining:
     def epoch_ended(self) -> None:
         """on_epoch_end, the last of the callbacks."""
         self._where["ended"] = True
-        if self._by_count and self._session.checkpointer.schedule.due_at(self._position().step, epoch_ended=True):
+        if self._by_count and self._session.checkpointer.schedule.due_at(self.position().step, epoch_ended=True):
             self._session.boundaries.save_is_due()
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
@@ -421,7 +422,7 @@ class ProtectedTraining:
         session.boundaries.finish()
         self._settle()
         if session.settings.save_at_end and trainer.state.global_step != session.last_saved:
-            self._save(background=False)
+            session.save(background=False)
         session.finish({"max_steps": trainer.state.max_steps})
         end = given(real, args, kwargs)
         end["start_time"] -= self._earlier_s
