@@ -1,4 +1,4 @@
-"""The example scripts, run as a reader would run them, stopped and started again."""
+"""The example scripts and the programs of the guide, run as a reader would run them."""
 
 from __future__ import annotations
 
@@ -23,19 +23,22 @@ def start(script: str, folder: Path, ranks: int = 1) -> subprocess.Popen[str]:
     folder.mkdir(exist_ok=True)
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     return subprocess.Popen(
-        [sys.executable, *torchrun, str(EXAMPLES / script)], cwd=folder, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        [sys.executable, *torchrun, str(EXAMPLES / script)],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
 
 
 def printed(output: str) -> list[str]:
-    """Up to the number: what is logged may come between that and the end of the line."""
+    """The lines of the script up to the number: log lines may come between that and the end of the line."""
     return re.findall(r"^epoch .*?\.\d+", output, re.MULTILINE)
 
 
 def rest_of(process: subprocess.Popen[str], limit_s: float) -> str:
-    """What comes after the lines that were read. (`communicate` reads past the buffer that `readline` has filled, and
-    would lose what is in it.)"""
+    """Read the output after the lines that were read. (`communicate` would lose what `readline` has buffered.)"""
     assert process.stdout is not None
     killer = threading.Timer(limit_s, process.kill)
     killer.start()
@@ -54,25 +57,25 @@ def test_an_example_stopped_and_started_again(plain: str | None, safe: str, tmp_
     expected = printed(undisturbed.communicate(timeout=200)[0])
     assert undisturbed.returncode == 0
     assert len(expected) > 50
-    seen: list[str] = []
+    lines: list[str] = []
     for stop_after in (len(expected) // 4, len(expected) // 3):
         process = start(safe, tmp_path / "stopped")
         assert process.stdout is not None
-        seen += printed("".join(process.stdout.readline() for _ in range(stop_after)))
+        lines += printed("".join(process.stdout.readline() for _ in range(stop_after)))
         process.send_signal(signal.SIGTERM)
         began = time.monotonic()
         rest = rest_of(process, 100)
         assert process.returncode == 143, rest
         assert time.monotonic() - began < 60
         assert "saved step" in rest
-        seen += printed(rest)
+        lines += printed(rest)
     process = start(safe, tmp_path / "stopped")
-    seen += printed(process.communicate(timeout=200)[0])
+    lines += printed(process.communicate(timeout=200)[0])
     assert process.returncode == 0
-    assert seen == expected
-    again = start(safe, tmp_path / "stopped")
-    assert "already finished" in again.communicate(timeout=200)[0]
-    assert again.returncode == 0
+    assert lines == expected
+    rerun = start(safe, tmp_path / "stopped")
+    assert "already finished" in rerun.communicate(timeout=200)[0]
+    assert rerun.returncode == 0
 
 
 def test_accelerate_on_two_ranks(tmp_path: Path) -> None:
@@ -86,7 +89,7 @@ def test_accelerate_on_two_ranks(tmp_path: Path) -> None:
         first += process.stdout.readline()
     process.send_signal(signal.SIGTERM)
     first += rest_of(process, 100)
-    assert first.count("reprieve: saved step") == 1, first  # once, not once a rank
+    assert first.count("reprieve: saved step") == 1, first  # once, not once per rank
     process = start("accelerate_safe.py", tmp_path / "stopped", ranks=2)
     second = process.communicate(timeout=200)[0]
     assert process.returncode == 0
@@ -98,3 +101,21 @@ def test_six_lines_make_the_difference() -> None:
     code = [text.split('"""', 2)[2].splitlines() for text in (plain, safe)]
     changed = [line for line in difflib.ndiff(*code) if line.startswith("+ ") and line.strip() != "+"]
     assert len(changed) <= 6, changed
+
+
+def test_the_programs_of_the_guide(tmp_path: Path) -> None:
+    """Those that are whole programs: the first one is run twice, then stock code reads what it saved."""
+    page = (ROOT / "docs/guide.md").read_text()
+    programs = [code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "import torch\n" in code]
+    first_use, without_reprieve, stock_checkpoint = programs
+    expected = {
+        first_use: ["resumed from None\n", "resumed from checkpoint-50\n"],
+        without_reprieve: [""],
+        stock_checkpoint: ["500\n"],
+    }
+    for program, outputs in expected.items():
+        for output in outputs:
+            ended = subprocess.run(
+                [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=100
+            )
+            assert (ended.stdout, ended.returncode) == (output, 0), ended.stderr
