@@ -1,4 +1,4 @@
-"""A small training loop over data: over the bare loader, or through a ResumableLoader that is stopped and resumed."""
+"""A small training loop over the bare loader, or over a ResumableLoader that is stopped and resumed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Trace = list[Any]
 
 
 def draw() -> list[float]:
-    """One number of each global generator, and one of numpy that leaves half of a pair for the next."""
+    """Draw a number from each global generator, and a normal one from numpy, which keeps half of the pair."""
     return [random.random(), float(np.random.rand()), float(np.random.normal()), float(torch.rand(()))]
 
 
@@ -36,14 +36,14 @@ class Plain(Dataset[Any]):
 
 
 class Augmented(Plain):
-    """Draws random numbers for each sample, but none for some."""
+    """A dataset that draws random numbers for most samples."""
 
     def __getitem__(self, index: int) -> Any:
         return {**super().__getitem__(index), "noise": draw() if index % 7 else [0.0] * 4}
 
 
 class AtOnce(Augmented):
-    """Reads whole batches."""
+    """A dataset that reads whole batches."""
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         shift = random.random()
@@ -56,31 +56,35 @@ class RandomCollator:
 
 
 class Shards(IterableDataset[Any]):
-    """Uneven parts for the workers; can tell where it is; shuffles through a buffer."""
+    """A stream with a state_dict that shuffles through a buffer. The parts of workers have different sizes."""
 
     def __init__(self, size: int = 23) -> None:
         self.size = size
-        self.left: list[int] | None = None
+        self.remaining: list[int] | None = None
 
     def __iter__(self) -> Any:
         info = get_worker_info()
         worker, count = (info.id, info.num_workers) if info else (0, 1)
-        if self.left is None:
+        if self.remaining is None:
             first = [0, 12, 16, 22, 23] if count > 1 else [0, 23]
-            self.left = list(range(first[worker], first[worker + 1] if worker + 1 < count else self.size))
-        while self.left:
-            yield {"item": self.left.pop(random.randrange(min(3, len(self.left)))), "noise": draw(), "seed": _seed()}
-        self.left = None
+            self.remaining = list(range(first[worker], first[worker + 1] if worker + 1 < count else self.size))
+        while self.remaining:
+            yield {
+                "item": self.remaining.pop(random.randrange(min(3, len(self.remaining)))),
+                "noise": draw(),
+                "seed": _seed(),
+            }
+        self.remaining = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"left": None if self.left is None else list(self.left)}
+        return {"remaining": None if self.remaining is None else list(self.remaining)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.left = None if state["left"] is None else list(state["left"])
+        self.remaining = None if state["remaining"] is None else list(state["remaining"])
 
 
 class Counting:
-    """An iterator with a state of its own."""
+    """An iterator with its own state."""
 
     def __init__(self, first: int, end: int) -> None:
         self.next, self.end = first, end
@@ -108,7 +112,7 @@ class Counted(IterableDataset[Any]):
 
 
 class Unaware(IterableDataset[Any]):
-    """Cannot tell where it is. With workers its random numbers are its own, so that reading again gives the same."""
+    """A stream without state_dict. In workers it draws random numbers, which a replay draws again."""
 
     def __iter__(self) -> Any:
         info = get_worker_info()
@@ -127,18 +131,19 @@ def seed(number: int) -> None:
     torch.manual_seed(number)
 
 
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
-    return bool(type(one) is type(other) and one == other)
+def same(left: Any, right: Any) -> bool:
+    """Whether two traces are equal, with equal types."""
+    if isinstance(left, torch.Tensor):
+        return isinstance(right, torch.Tensor) and left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, dict):
+        return list(left) == list(right) and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple):
+        return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
+    return bool(type(left) is type(right) and left == right)
 
 
 def bare(make: Callable[[], Any], epochs: int = 3) -> list[Trace]:
-    """What a stock loop sees, epoch by epoch: batches, random numbers between them, and all generators at the end."""
+    """Return what a stock loop sees, by epoch: batches, random numbers between them, and all generators at the end."""
     seed(1)
     loader = make()
     seen: list[Trace] = []
@@ -153,13 +158,13 @@ def bare(make: Callable[[], Any], epochs: int = 3) -> list[Trace]:
 
 
 class Stopped(Exception):
-    """With what was saved."""
+    """Raised at a stop, with what was saved."""
 
 
 def through(
     make: Callable[[], Any], stops: Sequence[tuple[int, int]], epochs: int = 3, marks_every: int = 1
 ) -> list[Trace]:
-    """The same through a ResumableLoader, stopped after so many batches of an epoch, and each time started anew."""
+    """Return the same for a ResumableLoader that is stopped and resumed after so many batches of an epoch."""
     seen: list[Trace] = [[] for _ in range(epochs + 1)]
     saved: dict[str, Any] | None = None
     for stop in [*stops, None]:
@@ -174,20 +179,20 @@ def attempt(
     seen: list[Trace],
     marks_every: int = 1,
 ) -> dict[str, Any] | None:
-    """From one start to a stop: what is saved there. `seen` has a place for each epoch, and one for the end."""
+    """Run from a start to a stop. Returns what is saved there. `seen` has a list for each epoch and for the end."""
     seed(1 if saved is None else 77)
     loader = make()
     source = ResumableLoader(loader)
     try:
-        _go_on(loader, source, saved, stop, seen, len(seen) - 1, marks_every)
+        _run(loader, source, saved, stop, seen, len(seen) - 1, marks_every)
     except Stopped as stopped:
-        return _through_a_file(stopped.args[0])
+        return _saved_and_loaded(stopped.args[0])
     finally:
         source.end_workers()
     return None
 
 
-def _go_on(
+def _run(
     loader: Any,
     source: ResumableLoader,
     saved: dict[str, Any] | None,
@@ -215,15 +220,15 @@ def _go_on(
             enter()
         if stop == (epoch, 0) and count == 0:
             raise rest(epoch)
-        one = source.start(position, before_first_fetch=enter if first else None)
-        for batch in one:
+        loader_pass = source.start(position, before_first_fetch=enter if first else None)
+        for batch in loader_pass:
             seen[epoch].append([batch, draw()])
             count += 1
             if count % marks_every == 0:
-                one.mark()
+                loader_pass.mark()
                 if stop == (epoch, count):
-                    raise rest(epoch, **{"pass": one.state()})
-        assert one.exhausted
+                    raise rest(epoch, **{"pass": loader_pass.state()})
+        assert loader_pass.exhausted
         seen[epoch].append(draw())
     seen[epochs].append(capture_rng({}))
 
@@ -233,7 +238,7 @@ def _set_epoch(loader: Any, epoch: int) -> None:
         loader.sampler.set_epoch(epoch)
 
 
-def _through_a_file(saved: dict[str, Any]) -> dict[str, Any]:
+def _saved_and_loaded(saved: dict[str, Any]) -> dict[str, Any]:
     file = io.BytesIO()
     torch.save(saved, file)
     file.seek(0)

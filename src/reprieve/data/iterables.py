@@ -58,6 +58,8 @@ class IterableSource:
 
 
 class _IterablePass(Pass):
+    """A pass over the loader's own iterator."""
+
     def __init__(
         self, source: IterableSource, saved: PassPosition | None, before_first_fetch: BeforeFirstFetch | None
     ) -> None:
@@ -84,6 +86,8 @@ class _IterablePass(Pass):
 
 
 class IndexedPass(_IterablePass):
+    """A pass over a sequence."""
+
     def _begin(self) -> None:
         pass
 
@@ -95,6 +99,8 @@ class IndexedPass(_IterablePass):
 
 
 class ReplayedPass(_IterablePass):
+    """A pass that is replayed from its start to reach a position."""
+
     def __init__(
         self,
         source: IterableSource,
@@ -120,6 +126,8 @@ class ReplayedPass(_IterablePass):
 
 
 class StatefulPass(ReplayedPass):
+    """A pass over a loader that saves its own position. It is replayed if the loader cannot load that."""
+
     _state_at_mark: Any = None
     """The loader's state at the last mark, if the loader is further now."""
     _unproven_fetches = 0

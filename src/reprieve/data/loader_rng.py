@@ -20,7 +20,7 @@ _GENERATORS = ("generator", "synchronized_generator")
 
 
 class LoaderRng:
-    """All generators of one loader, each once. Looked up each time: some samplers make theirs when first used."""
+    """All generators of one loader, each once. Looked up each time: some samplers make a generator when first used."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 VERSION = 1
-"""Of both positions. Raise it when a reader of the version before would misread a position."""
+"""The version of both positions. Raise it when an older reader would misread a position."""
 
 State = Mapping[str, Any]
 
@@ -110,12 +110,12 @@ class Redistribution(_Stored):
     first_batch: int = _stored("at", default=0, always=True)
     """The number of the first new batch: the consumed samples count as so many batches."""
     parts: Sequence[int] | None = _stored("parts")
-    """The consumed samples of each worker, where workers read parts of a stream."""
+    """The consumed samples of each worker, if workers read parts of a stream."""
 
 
 @dataclass(frozen=True)
 class FetchedAhead(_Stored):
-    """A pass from which accelerate had fetched further batches at the mark. Is stored as its `rng`, or None."""
+    """Says that accelerate had fetched further batches at the mark. On disk it is its `rng`, or None."""
 
     rng: State | None
     """The global random number generators before the first of those fetches. None: workers make the batches."""

@@ -65,6 +65,7 @@ class _WorkerProgress:
         self.batches_by_worker = list(by_worker) if len(by_worker) == self._num_workers else [0] * self._num_workers
 
     def begin(self, states: WorkerStates, saved: PassPosition) -> None:
+        """Take over the states in which the workers start."""
         self._states = states
         if self._is_iterable:
             saved_start = saved.workers_at_start
@@ -95,10 +96,11 @@ class _WorkerProgress:
         self._states.mark()
 
     def mark_states(self) -> None:
-        """Mark what was recorded, whatever batches are marked."""
+        """Mark all recorded states, whether or not their batches are marked."""
         self._states.mark()
 
     def add_to(self, position: PassPosition) -> PassPosition:
+        """Return the position with the states of the workers."""
         last_worker = self._states.last_worker
         if last_worker is not None:
             return replace(

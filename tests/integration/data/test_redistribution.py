@@ -1,4 +1,4 @@
-"""A pass over data that goes on with other ranks: each sample of it comes once, wherever the batches before ended."""
+"""Redistribution to another number of ranks: each remaining sample comes once, wherever the earlier batches ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.jobs import redistribution_jobs as jobs
 from tests.support.jobs.redistribution_jobs import CASES, SAMPLES, Part
 
 Parts = list[dict[str, Part]]
-"""Of all ranks."""
+"""The parts of all ranks, by rank and case."""
 
 
 def _on_ranks(ranks: int, count: int | None, before: Parts | None = None, *, anew: bool = True) -> Parts:
@@ -20,7 +20,7 @@ def _on_ranks(ranks: int, count: int | None, before: Parts | None = None, *, ane
 
 @pytest.fixture(scope="module")
 def parts() -> list[Parts]:
-    """8 samples by two ranks, 6 by three, 6 by one alone, and the other 12 by three again, which are stopped once."""
+    """8 samples on two ranks, 6 on three, 6 on one, and the other 12 on three ranks again, which are stopped once."""
     found = [_on_ranks(2, 2)]
     found.append(_on_ranks(3, 1, found[-1]))
     found.append(_on_ranks(1, 3, found[-1]))
@@ -47,6 +47,6 @@ def test_how_many_batches_there_will_be(parts: list[Parts], name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_number_of_batches_goes_on(parts: list[Parts], name: str) -> None:
-    """As if all before had been batches like these."""
+    """Batches are numbered as if all earlier ones had been like these."""
     numbers = [{rank[name].position["consumed"] for rank in part} for part in parts]
     assert numbers == [{2}, {8 // 6 + 1}, {14 // 2 + 3}, {20 // 6 + 1}, {20 // 6 + 2}], "the same on all ranks"

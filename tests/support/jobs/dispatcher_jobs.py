@@ -1,5 +1,4 @@
-"""What ranks do in the tests of accelerate's dispatcher: many loaders in one process, because to start ranks takes
-time."""
+"""What ranks run in the tests of accelerate's dispatcher: many loaders in one process, to start ranks only once."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ from torch.utils.data import DataLoader, default_collate
 from reprieve.data.resumable_loader import ResumableLoader
 from tests.support.data_kit import Augmented, Shards, Trace, Unaware, attempt, bare, draw, same, seed, through
 
-Place = tuple[int, int]
-"""An epoch, and how many of its batches are done: -1 is all, -2 all but the last."""
+StopPoint = tuple[int, int]
+"""An epoch, and how many of its batches are consumed: -1 means all, -2 all but the last."""
 
 
 class Masked(NamedTuple):
@@ -30,14 +29,14 @@ class Masked(NamedTuple):
 
 
 class Masks:
-    """A collator that draws, for batches that can be put together and cut."""
+    """A collator that draws random numbers, for batches that can be joined and split."""
 
     def __call__(self, samples: Any) -> Any:
         return Masked(default_collate(samples), torch.tensor([draw() for _ in samples]))
 
 
 class Drawing(Shards):
-    """Draws once more at its end, say for the order of the next epoch."""
+    """A stream that draws once more at its end, as for the order of the next epoch."""
 
     def __iter__(self) -> Any:
         yield from super().__iter__()
@@ -45,14 +44,14 @@ class Drawing(Shards):
 
 
 LOADERS: Mapping[str, Callable[..., DataLoader[Any]]] = {
-    # One sample beyond the full batches: the last one is filled up, and is made of fewer of the real loader's.
+    # One sample beyond the full batches: the last batch is filled up, and made of fewer batches of the real loader.
     "map": lambda ranks, **more: DataLoader(Augmented(8 * ranks + 1), shuffle=True, collate_fn=Masks(), **more),
     "map, full": lambda ranks, **more: DataLoader(Augmented(8 * ranks), shuffle=True, **more),
-    # One batch and a sample too many: read, and dropped.
+    # One batch and a sample too many: they are read and dropped.
     "map, drop_last": lambda ranks, **more: DataLoader(Augmented(8 * ranks + 3), shuffle=True, drop_last=True, **more),
     "stream": lambda ranks, **more: DataLoader(Shards(8 * ranks + 1), collate_fn=Masks(), **more),
     "stream, drop_last": lambda ranks, **more: DataLoader(Shards(8 * ranks + 3), drop_last=True, **more),
-    # One batch too many: while it waits for the others of its round, the stream is at its end.
+    # One batch too many: while it waits for the others of its round, the stream ends.
     "stream, drawing": lambda ranks, **more: DataLoader(Drawing(8 * ranks + 2), **more),
     "stream that cannot tell": lambda ranks, **more: DataLoader(Unaware(), **more),
 }
@@ -68,7 +67,7 @@ def dispatched(name: str, split: bool, more: Mapping[str, Any]) -> Callable[[], 
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         for _ in range(rank):
-            draw()  # no two ranks have the same random numbers
+            draw()  # each rank has other random numbers
         loader = LOADERS[name](ranks, batch_size=2 * ranks if split else 2, **more)
         prepared = Accelerator(cpu=True, dataloader_config=config).prepare(loader)
         assert type(prepared) is DataLoaderDispatcher
@@ -78,9 +77,9 @@ def dispatched(name: str, split: bool, more: Mapping[str, Any]) -> Callable[[], 
 
 
 def differing(
-    names: Sequence[str], splits: Sequence[bool], scenarios: Sequence[Sequence[Place]], more: Mapping[str, Any]
+    names: Sequence[str], splits: Sequence[bool], scenarios: Sequence[Sequence[StopPoint]], more: Mapping[str, Any]
 ) -> list[Any]:
-    """Loaders, and where they were stopped, whose batches or random numbers were then others on this rank."""
+    """Return the loaders and stops after which batches or random numbers differed on this rank."""
     return [
         (name, split, stops)
         for name in names
@@ -89,7 +88,7 @@ def differing(
     ]
 
 
-def _differing(make: Callable[[], Any], scenarios: Sequence[Sequence[Place]]) -> list[Any]:
+def _differing(make: Callable[[], Any], scenarios: Sequence[Sequence[StopPoint]]) -> list[Any]:
     expected = bare(make, epochs=2)
     count = len(expected[0]) - 1
     assert count >= 4
@@ -102,7 +101,7 @@ def _differing(make: Callable[[], Any], scenarios: Sequence[Sequence[Place]]) ->
     ]
 
 
-def differing_in_a_mesh(scenarios: Sequence[Sequence[Place]]) -> list[Any]:
+def differing_in_a_mesh(scenarios: Sequence[Sequence[StopPoint]]) -> list[Any]:
     """With tensor parallelism all ranks get the same batch."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
 
@@ -123,17 +122,17 @@ def stock(name: str) -> list[Trace]:
 
 
 def one_start(
-    name: str, saved: Sequence[dict[str, Any]] | None, stop: Place | None, seen: Sequence[list[Trace]] | None
+    name: str, saved: Sequence[dict[str, Any]] | None, stop: StopPoint | None, seen: Sequence[list[Trace]] | None
 ) -> tuple[Any, list[Trace]]:
-    """From a start of the ranks to a stop: what is saved there, and what was seen so far, by all ranks."""
+    """Run from a start of the ranks to a stop. Returns what is saved there, and what this rank has seen so far."""
     rank = dist.get_rank()
-    mine: list[Trace] = seen[rank] if seen else [[], [], []]
-    left = attempt(dispatched(name, False, {}), saved[rank] if saved else None, stop, mine)
-    return left, mine
+    own_seen: list[Trace] = seen[rank] if seen else [[], [], []]
+    stopped = attempt(dispatched(name, False, {}), saved[rank] if saved else None, stop, own_seen)
+    return stopped, own_seen
 
 
 def from_the_third(name: str) -> tuple[Any, Any]:
-    """The samples after two batches of which nothing else is known: of the bare loader, and ours."""
+    """Return the samples after two batches: of the bare loader, and of a resume that knows only their number."""
     make = dispatched(name, False, {})
     seed(1)
     expected = list(make())[2:]
@@ -146,11 +145,11 @@ def _samples(batches: Iterable[Any]) -> list[Any]:
 
 
 def without_a_mark(name: str) -> bool:
-    """Left in the step with the first batch: is it all there again?"""
+    """Whether a pass that is stopped in its first step yields everything again."""
     make = dispatched(name, False, {})
     seed(1)
     expected = list(make())
     seed(1)
-    one = ResumableLoader(make()).start()
-    next(one)
-    return same(list(ResumableLoader(make()).start(one.state())), expected)
+    loader_pass = ResumableLoader(make()).start()
+    next(loader_pass)
+    return same(list(ResumableLoader(make()).start(loader_pass.state())), expected)

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of data that is dealt out anew: many loaders in one start."""
+"""What ranks run in the tests of redistribution: many loaders in one start."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Numbers(Dataset[int]):
 
 
 class Stream(IterableDataset[int]):
-    """Cannot tell where it is. Each worker has its part."""
+    """A stream without state_dict. Each worker reads its part."""
 
     def __iter__(self) -> Iterator[int]:
         info = get_worker_info()
@@ -39,7 +39,7 @@ class Sized(Stream):
 
 
 class Knowing(IterableDataset[int]):
-    """The same, and can tell."""
+    """The same with a state_dict."""
 
     def __init__(self) -> None:
         self._next: int | None = None
@@ -63,9 +63,9 @@ class Knowing(IterableDataset[int]):
 class Case(NamedTuple):
     dataset: Any
     options: Mapping[str, Any] = {}
-    """Of the loader."""
+    """Options of the loader."""
     config: Mapping[str, Any] = {}
-    """Of accelerate."""
+    """Options of accelerate."""
 
 
 CASES: Mapping[str, Case] = {
@@ -86,20 +86,20 @@ CASES: Mapping[str, Case] = {
 
 
 class Part(NamedTuple):
-    """Of a pass, on one rank."""
+    """A part of a pass, on one rank."""
 
     position: dict[str, Any]
     samples: list[int]
     batches: int
     length: int | None
-    """What the source says of the pass, if it was dealt out anew."""
+    """The length that the source reports for a redistributed pass."""
 
 
 def give_out(count: int | None, before: Sequence[Mapping[str, Part]] | None, anew: bool) -> dict[str, Part]:
-    """So many more batches of each case; None: all. `before`: by rank. `anew`: those were other ranks."""
+    """Yield `count` more batches of each case; None: all. `before`: the parts before, by rank. `anew`: redistribute."""
     rank = dist.get_rank()
-    mine = before[rank if rank < len(before) else 0] if before else None
-    return {name: _part(name, count, mine[name].position if mine else None, anew) for name in CASES}
+    earlier = before[rank if rank < len(before) else 0] if before else None
+    return {name: _part(name, count, earlier[name].position if earlier else None, anew) for name in CASES}
 
 
 def _part(name: str, count: int | None, position: dict[str, Any] | None, anew: bool) -> Part:
@@ -110,7 +110,7 @@ def _part(name: str, count: int | None, position: dict[str, Any] | None, anew: b
     accelerator = Accelerator(
         cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3, **config)
     )
-    # Split, a batch is one of all ranks, and has to divide among them.
+    # With split_batches, all ranks share a batch, so its size must be a multiple of their number.
     size = 2 * dist.get_world_size() if config.get("split_batches") else 2
     loader = accelerator.prepare(DataLoader(dataset(), size, shuffle=dataset is Numbers, **options))
     source = ResumableLoader(loader)
@@ -119,16 +119,16 @@ def _part(name: str, count: int | None, position: dict[str, Any] | None, anew: b
         position = source.redistribute(position, 1)
         assert position is not None, name
         length = source.length(position)
-    one = source.start(position)
+    loader_pass = source.start(position)
     found: list[int] = []
     batches = 0
-    for batch in one:
+    for batch in loader_pass:
         found += batch.tolist()
-        one.mark()
+        loader_pass.mark()
         batches += 1
         if batches == count:
             break
-    state = one.state()
-    one.close()
+    state = loader_pass.state()
+    loader_pass.close()
     source.end_workers()
     return Part(state, found, batches, length)

@@ -1,4 +1,4 @@
-"""Loaders that accelerate has prepared: it fetches a batch ahead, before the step with the batch before."""
+"""Loaders that accelerate has prepared: it fetches each batch before the step with the batch before it."""
 
 from __future__ import annotations
 
@@ -91,41 +91,41 @@ def test_skipped_batches() -> None:
 def test_the_users_loader_is_as_it_was() -> None:
     loader = _prepared(lambda: DataLoader(Unaware(), batch_size=4))()
     before = dict(vars(loader))
-    one = ResumableLoader(loader).start()
-    next(one)
-    one.mark()
+    loader_pass = ResumableLoader(loader).start()
+    next(loader_pass)
+    loader_pass.mark()
     assert loader.gradient_state.active_dataloader is not None
     assert {key: value for key, value in vars(loader).items() if before[key] is not value} == {}
-    list(one)
+    list(loader_pass)
     assert loader.gradient_state.active_dataloader is None
     assert loader.iteration == 1
 
 
 def test_entered_again_at_its_end() -> None:
-    """Where nothing is left to give out, and the run is stopped once more."""
+    """A pass resumed at its end yields nothing, also after another stop."""
     prepare = _prepared(lambda: DataLoader(Plain(), batch_size=4))
-    one = ResumableLoader(prepare()).start()
+    loader_pass = ResumableLoader(prepare()).start()
     for _ in range(6):
-        next(one)
-    one.mark()
-    saved = one.state()
+        next(loader_pass)
+    loader_pass.mark()
+    saved = loader_pass.state()
     for _ in range(2):
         loader = prepare()
-        one = ResumableLoader(loader).start(saved)
-        assert list(one) == []
+        loader_pass = ResumableLoader(loader).start(saved)
+        assert list(loader_pass) == []
         assert loader.iteration == 1
-        one.mark()
-        saved = one.state()
+        loader_pass.mark()
+        saved = loader_pass.state()
         assert saved["consumed"] == 6
 
 
 def test_iterated_before() -> None:
-    """Accelerate's note that a loader is at its end is of that iteration."""
+    """Accelerate's flag for the end of a loader belongs to an earlier iteration."""
     prepare = _prepared(lambda: DataLoader(Plain(), batch_size=4))
     loader = prepare()
     list(loader)
-    one = ResumableLoader(loader).start()
-    one.mark()
-    next(one)
-    one.mark()
-    assert len(list(ResumableLoader(prepare()).start(one.state()))) == 5
+    loader_pass = ResumableLoader(loader).start()
+    loader_pass.mark()
+    next(loader_pass)
+    loader_pass.mark()
+    assert len(list(ResumableLoader(prepare()).start(loader_pass.state()))) == 5

@@ -1,5 +1,5 @@
-"""Streams of Hugging Face `datasets`, in the shapes that people use, stopped and resumed: the batches are those of the
-bare loader. In `make soak` every combination, here every two choices together."""
+"""Streams of Hugging Face `datasets` in common shapes, stopped and resumed: the batches are those of the bare loader.
+`make soak` tests every combination, the normal run every pair of choices."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _packed(table: Any) -> Any:
-    """As TRL packs: tables in, fewer rows out."""
+    """Pack as TRL does: tables in, fewer rows out."""
     return table.slice(0, (len(table) + 1) // 2)
 
 
@@ -105,7 +105,7 @@ def test_a_resumed_stream_gives_the_batches_of_the_bare_loader(case: tuple[Any, 
     stops = {"first batch": [(0, 1)], "middle": [(0, count // 2), (0, count - 1)], "second pass": [(1, 1), (1, 3)]}
     got = through(make, stops[stop], epochs=2)
     if shape == "map" and (shuffle == "last" or (loader is StatefulDataLoader and workers)):
-        # Two bare runs differ, too, where random items go through a shuffle buffer; and torchdata does not restore the
+        # Two bare runs also differ if random items go through a shuffle buffer, and torchdata does not restore the
         # random numbers of its workers.
         expected, got = _without_noise(expected), _without_noise(got)
     assert same(got, expected)
@@ -118,7 +118,7 @@ def _without_noise(traces: list[Any]) -> list[Any]:
 @pytest.mark.skipif(datasets.__version__ < "5.2", reason="positions of older versions are never loaded")
 @pytest.mark.parametrize("loader", [DataLoader, StatefulDataLoader])
 def test_a_position_that_cannot_be_loaded_is_read_up_to(loader: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """`datasets` loads the position of a worker's shards into the whole stream first, where it does not fit."""
+    """`datasets` first loads the position of a worker's shards into the whole stream, which it does not fit."""
 
     def make() -> Any:
         return loader(SHAPES["concatenate"](_stream(1), 1), batch_size=3, num_workers=2, collate_fn=list)

@@ -1,4 +1,4 @@
-"""Iterable datasets, and loaders that are no DataLoader, stopped and started again."""
+"""Iterable datasets, and loaders that are not a DataLoader, stopped and resumed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_an_iterable_that_says_where_it_is(dataset: type[Any], batch_size: int |
     ],
 )
 def test_an_iterable_in_workers(dataset: type[Any], workers: int, options: dict[str, Any]) -> None:
-    """The parts of the workers are not equal: some end early and stay ended."""
+    """The parts of the workers are not equal: some workers end early and stay ended."""
     make = _make(dataset, workers, **options)
     expected = bare(make, epochs=2)
     count = len(expected[0]) - 1
@@ -70,7 +70,7 @@ def test_an_iterable_that_cannot_tell_is_read_again(
 
 
 def test_steps_of_several_batches() -> None:
-    """State is that of the last mark, though more was yielded since."""
+    """The state is that of the last mark, even if more batches were yielded since."""
     for make in (
         _make(Shards, 0),
         _make(Shards, 2),
@@ -78,12 +78,12 @@ def test_steps_of_several_batches() -> None:
     ):
         loader = make()
         source = ResumableLoader(loader)
-        one = source.start()
-        seen = [next(one) for _ in range(3)]
-        one.mark()
+        loader_pass = source.start()
+        seen = [next(loader_pass) for _ in range(3)]
+        loader_pass.mark()
         rng = capture_rng({})
-        seen += [next(one), next(one)]
-        saved = one.state(), source.state()
+        seen += [next(loader_pass), next(loader_pass)]
+        saved = loader_pass.state(), source.state()
         source.end_workers()
         assert saved[0]["consumed"] == 3
 
@@ -93,13 +93,13 @@ def test_steps_of_several_batches() -> None:
         again = source.start(saved[0], before_first_fetch=lambda rng=rng: restore_rng(rng, {}))
         items = [next(again), next(again)]
         source.end_workers()
-        for one_batch, other in zip(seen[3:], items, strict=True):
+        for batch, other in zip(seen[3:], items, strict=True):
             for key in ("item", "index"):
-                assert same(one_batch.get(key), other.get(key))
+                assert same(batch.get(key), other.get(key))
 
 
 class Stateful:
-    """A loader with a state of its own, like torchdata's."""
+    """A loader with its own state, like torchdata's."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -118,14 +118,14 @@ class Stateful:
 
 
 class Endless:
-    """Can only be read from its start."""
+    """A loader that can only be read from its start."""
 
     def __iter__(self) -> Iterator[Any]:
         yield from torch.randperm(9).tolist()
 
 
 class Old:
-    """Iterated by its indices, as Python does without `__iter__`."""
+    """A loader without `__iter__`, which Python iterates by index."""
 
     def __getitem__(self, index: int) -> Any:
         if index >= 9:
@@ -141,13 +141,13 @@ def test_other_iterables(make: Callable[[], Any]) -> None:
 
 
 def test_a_count_alone_is_a_position() -> None:
-    """After a change of the number of ranks nothing else is left."""
+    """After a change of the number of ranks, nothing else of a position remains."""
     for workers in (0, 2):
-        one = ResumableLoader(DataLoader(Plain(), batch_size=2, num_workers=workers))
-        going = one.start({"consumed": 3})
-        assert next(going)["index"].tolist() == [6, 7]
-        assert next(going)["index"].tolist() == [8, 9]
-        one.end_workers()
+        source = ResumableLoader(DataLoader(Plain(), batch_size=2, num_workers=workers))
+        loader_pass = source.start({"consumed": 3})
+        assert next(loader_pass)["index"].tolist() == [6, 7]
+        assert next(loader_pass)["index"].tolist() == [8, 9]
+        source.end_workers()
     source = ResumableLoader(_make(Unaware, 2)())
     assert next(source.start({"consumed": 3}))["item"].tolist() == [5, 7]
     source.end_workers()

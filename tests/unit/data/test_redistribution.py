@@ -1,4 +1,4 @@
-"""A pass that goes on in batches of another size: each sample of it comes once; and what cannot be dealt out so."""
+"""Redistribution to batches of another size: each remaining sample comes once; and loaders that cannot do so."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SAMPLES = 24
 
 
 class Shuffled(IterableDataset[int]):
-    """At its start, by the global generator. Cannot tell where it is."""
+    """Shuffles at its start, with the global generator. Has no state_dict."""
 
     def __iter__(self) -> Iterator[int]:
         order = list(range(SAMPLES))
@@ -40,7 +40,7 @@ class Shuffled(IterableDataset[int]):
 
 
 class Uneven(IterableDataset[int]):
-    """Parts of 18 and 6 samples, for two workers."""
+    """Gives two workers parts of 18 and 6 samples."""
 
     def __iter__(self) -> Iterator[int]:
         info = get_worker_info()
@@ -57,14 +57,14 @@ class Indices(Plain):
 
 
 class Growing(BatchSampler):
-    """Its batches have no one size."""
+    """A batch sampler whose batches have different sizes."""
 
     def __iter__(self) -> Iterator[list[int]]:
         yield from ([0], [1, 2], [3, 4, 5])
 
 
 class Repeating(SequentialSampler):
-    """As TRL's, by its attribute."""
+    """A sampler that is recognised as TRL's by its attribute."""
 
     mini_repeat_count = 2
 
@@ -74,14 +74,14 @@ def _known(loader: Any, **more: Any) -> dict[str, Any] | None:
 
 
 class Run:
-    """Passes, in batches of another size after a stop, and stopped once more."""
+    """A run of several passes that is stopped and resumed, with the same batch size or another."""
 
     def __init__(self, make: Callable[[int], Any]) -> None:
         self._make = make
         self._saved: tuple[Any, Any, Any] | None = None
 
-    def go_on(self, size: int, counts: Sequence[int | None], *, anew: bool = False) -> list[list[int]]:
-        """Passes of so many batches; None: to the end. What the first is depends on what was before."""
+    def run(self, size: int, counts: Sequence[int | None], *, anew: bool = False) -> list[list[int]]:
+        """Run passes of so many batches; None: to the end. The first continues the pass that was stopped."""
         seed(1 if self._saved is None else 7)
         source = ResumableLoader(self._make(size))
         position, rng = None, capture_rng({})
@@ -93,9 +93,9 @@ class Run:
                 assert position is not None
         seen = []
         for count in counts:
-            one = source.start(position, before_first_fetch=partial(restore_rng, rng, {}))
-            seen.append(_take(one, count))
-            position, rng = one.state(), capture_rng({})
+            loader_pass = source.start(position, before_first_fetch=partial(restore_rng, rng, {}))
+            seen.append(_take(loader_pass, count))
+            position, rng = loader_pass.state(), capture_rng({})
             self._saved = position, source.state(), rng
             if count is None:
                 position = None
@@ -103,11 +103,11 @@ class Run:
         return seen
 
 
-def _take(one: Any, count: int | None) -> list[int]:
+def _take(loader_pass: Any, count: int | None) -> list[int]:
     found: list[int] = []
-    for number, batch in enumerate(one, 1):
+    for number, batch in enumerate(loader_pass, 1):
         found += batch.tolist()
-        one.mark()
+        loader_pass.mark()
         if number == count:
             break
     return found
@@ -137,33 +137,33 @@ def _seeded() -> torch.Generator:
 @pytest.mark.parametrize("earlier", [0, 1])
 @pytest.mark.parametrize("name", LOADERS)
 def test_each_sample_comes_once(name: str, earlier: int) -> None:
-    """Also in the second epoch, in the one after it, and after one more stop."""
+    """This also holds in the second epoch, in the epoch after it, and after another stop."""
     parts, again = Run(LOADERS[name]), Run(LOADERS[name])
     whole = [None] * earlier
-    first = parts.go_on(4, [*whole, 4])[-1]
-    assert again.go_on(4, [*whole, 4])[-1] == first
-    second, third = parts.go_on(3, [None, None], anew=True)
+    first = parts.run(4, [*whole, 4])[-1]
+    assert again.run(4, [*whole, 4])[-1] == first
+    second, third = parts.run(3, [None, None], anew=True)
     if name == "a shard of one":
         assert second.pop() == second[0], "it fills the last batch up"
     assert sorted(first + second) == list(range(SAMPLES))
     assert sorted(third) == list(range(SAMPLES))
-    one = again.go_on(3, [1], anew=True)[-1]
-    rest = again.go_on(3, [None])[-1]
-    assert (one + rest)[: len(second)] == second, "after the stop as without it"
+    batch = again.run(3, [1], anew=True)[-1]
+    rest = again.run(3, [None])[-1]
+    assert (batch + rest)[: len(second)] == second, "after the stop as without it"
 
 
 def test_other_workers_after_it() -> None:
-    """Nobody knows their parts; nothing breaks."""
-    one = Run(lambda size: DataLoader(Uneven(), size, num_workers=0 if size == 4 else 2))
+    """The parts of the new workers are unknown, and nothing breaks."""
+    with_workers = Run(lambda size: DataLoader(Uneven(), size, num_workers=0 if size == 4 else 2))
     run = Run(lambda size: DataLoader(Uneven(), size))
-    run.go_on(4, [2])
-    run.go_on(3, [1], anew=True)
-    one._saved = run._saved
-    assert set(one.go_on(3, [None])[-1]) <= set(range(SAMPLES))
+    run.run(4, [2])
+    run.run(3, [1], anew=True)
+    with_workers._saved = run._saved
+    assert set(with_workers.run(3, [None])[-1]) <= set(range(SAMPLES))
 
 
 def test_whole_rounds_only() -> None:
-    """24 samples less 12 are 4 batches of 3; three ranks take one each."""
+    """The remaining 12 of 24 samples are 4 batches of 3; three ranks take one each."""
     loader = DataLoader(Indices(), 3)
     position = PassPosition(redistribution=Redistribution(samples=12, first_batch=1))
     assert SampleRedistribution(loader, 3, drop_last=True).length(position) == 1 + 1
@@ -185,11 +185,11 @@ def test_a_plain_loader() -> None:
     assert position == {"version": 1, "consumed": 2, "dealt": {"samples": 12, "at": 2}}
     source = ResumableLoader(loader)
     assert source.length(position) == 2 + 3
-    one = source.start(position)
-    first = next(one)
-    one.mark()
+    loader_pass = source.start(position)
+    first = next(loader_pass)
+    loader_pass.mark()
     assert first["index"].tolist() == [12, 13, 14, 15, 16]
-    assert [batch["index"].tolist() for batch in ResumableLoader(loader).start(one.state())] == [
+    assert [batch["index"].tolist() for batch in ResumableLoader(loader).start(loader_pass.state())] == [
         [17, 18, 19, 20, 21],
         [22],
     ]
@@ -230,7 +230,7 @@ def test_a_position_that_does_not_say_how_much_it_is() -> None:
 
 
 def test_a_stream_with_other_workers() -> None:
-    """They read other parts of it."""
+    """Other workers read other parts of it."""
     loader = DataLoader(Unaware(), 2, num_workers=2)
     assert _known(loader, apart=1, given=[2, 1]) is not None
     assert _known(loader, apart=1, given=[3]) is None

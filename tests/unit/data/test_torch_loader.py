@@ -1,4 +1,4 @@
-"""A torch DataLoader, stopped anywhere and started again: the same batches and the same random numbers, bit for bit."""
+"""A torch DataLoader, stopped anywhere and resumed: the same batches and the same random numbers, bit for bit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
 class Backwards(Sampler[list[int]]):
-    """A batch sampler that draws as soon as it is iterated, and not at its first batch."""
+    """A batch sampler that draws when an iteration starts, not at its first batch."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -42,7 +42,7 @@ class Backwards(Sampler[list[int]]):
 
 
 class Remembering(Sampler[int]):
-    """Shuffles with random numbers of its own, and counts its passes."""
+    """A sampler that shuffles with its own random numbers and counts its passes."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -71,7 +71,7 @@ def _generator(number: int = 5) -> torch.Generator:
 
 
 def _drawing_sampler(dataset: Any) -> dict[str, Any]:
-    """Draws from its generator again and again in the course of a pass."""
+    """A sampler that draws from its generator throughout a pass."""
     return {
         "sampler": RandomSampler(dataset, replacement=True, num_samples=150, generator=_generator()),
         "batch_size": 8,
@@ -135,7 +135,7 @@ def test_without_workers(sampler: str, dataset: str) -> None:
 
 
 def _chosen() -> Iterator[tuple[str, str, int, bool]]:
-    """Each sampler once, with one of all other combinations: each case starts some 20 workers."""
+    """Each sampler once, with one of the other combinations: each case starts about 20 workers."""
     others = list(itertools.product(DATASETS, (2, 4), (False, True)))
     random.Random(4).shuffle(others)
     for sampler, other in zip(SAMPLERS, others, strict=True):
@@ -162,17 +162,17 @@ def test_every_position_with_workers(persistent: bool) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_step_that_is_given_up(workers: int) -> None:
-    """Two batches of it were yielded, and more indices drawn from the loader's generator: all that is drawn again."""
+    """After the mark, two batches were yielded and further indices drawn: the resumed pass draws them again."""
     expected = bare(_make("drawing", "deterministic", workers, False), epochs=1)[0]
     make = _make("drawing", "deterministic", workers, False)
     source = ResumableLoader(make())
-    one = source.start()
+    loader_pass = source.start()
     for _ in range(3):
-        next(one)
-    one.mark()
+        next(loader_pass)
+    loader_pass.mark()
     for _ in range(2):
-        next(one)
-    saved = one.state(), source.state()
+        next(loader_pass)
+    saved = loader_pass.state(), source.state()
     source.end_workers()
     source = ResumableLoader(make())
     source.restore(saved[1])

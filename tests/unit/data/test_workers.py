@@ -1,4 +1,4 @@
-"""Workers of a DataLoader as processes: signals, their end, what they cost."""
+"""The worker processes of a DataLoader: signals, how they end, what they cost."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def shielded() -> Iterator[None]:
     worker_signals.unshield(signals)
 
 
-class Telling(Plain):
+class WorkerPids(Plain):
     def __getitem__(self, index: int) -> Any:
         return os.getpid()
 
@@ -46,7 +46,7 @@ class Stuck(Plain):
 @pytest.mark.parametrize(
     ("kind", "context", "persistent"),
     [
-        ("ours", "fork", False),
+        ("reprieve's", "fork", False),
         ("the script's", "fork", True),
         ("the script's", "spawn", False),
         ("the script's", "forkserver", True),
@@ -55,7 +55,7 @@ class Stuck(Plain):
     ],
 )
 def test_workers_of_any_loader_survive_what_stops_a_run(kind: str, context: str, persistent: bool) -> None:
-    """Signalled before they are ready, too: spawned ones take a second to import torch."""
+    """Workers also survive signals before they are ready: spawned workers take a second to import torch."""
     if kind == "torchdata's":
         from torchdata.stateful_dataloader import StatefulDataLoader as Loader
     else:
@@ -64,11 +64,11 @@ def test_workers_of_any_loader_survive_what_stops_a_run(kind: str, context: str,
     worker_signals.shield(signals)
     try:
         loader = Loader(
-            Telling(), batch_size=1, num_workers=2, multiprocessing_context=context, persistent_workers=persistent
+            WorkerPids(), batch_size=1, num_workers=2, multiprocessing_context=context, persistent_workers=persistent
         )
         source = ResumableLoader(loader)
-        batches = source.start() if kind == "ours" else iter(loader)
-        if kind != "ours":
+        batches = source.start() if kind == "reprieve's" else iter(loader)
+        if kind != "reprieve's":
             workers = batches._workers
             for worker in workers:
                 _signal(worker.pid, signals)
@@ -88,10 +88,10 @@ def _signal(pid: int, signals: list[signal.Signals]) -> None:
 
 
 def test_workers_are_as_always_where_no_run_is_protected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_signals, "_signals", Counter())  # of other tests in this process
-    batches = iter(DataLoader(Telling(), batch_size=1, num_workers=1))
+    monkeypatch.setattr(worker_signals, "_signals", Counter())  # other tests in this process leave entries
+    batches = iter(DataLoader(WorkerPids(), batch_size=1, num_workers=1))
     os.kill(int(next(batches)), signal.SIGTERM)
-    with pytest.raises((RuntimeError, ConnectionError, EOFError)):  # wherever it was when it died
+    with pytest.raises((RuntimeError, ConnectionError, EOFError)):  # depends on where the worker was when it died
         list(batches)
 
 
@@ -109,7 +109,7 @@ def test_workers_survive_it_while_they_start() -> None:
     script = """
         import os, signal, sys, threading, time
         from torch.utils.data import DataLoader
-        from tests.unit.data.test_workers import Telling
+        from tests.unit.data.test_workers import WorkerPids
         from reprieve.data import worker_signals
         from reprieve.data.resumable_loader import ResumableLoader
         worker_signals.shield([signal.SIGTERM])
@@ -120,7 +120,7 @@ def test_workers_survive_it_while_they_start() -> None:
                 os.killpg(0, signal.SIGTERM)
                 time.sleep(0.001)
         threading.Thread(target=shower, daemon=True).start()
-        source = ResumableLoader(DataLoader(Telling(), batch_size=1, num_workers=2))
+        source = ResumableLoader(DataLoader(WorkerPids(), batch_size=1, num_workers=2))
         assert len(list(source.start())) == 23
         over.set()
         print("done")
@@ -132,9 +132,9 @@ def test_workers_survive_it_while_they_start() -> None:
 def test_stuck_workers_are_ended(persistent: bool, shielded: None) -> None:
     loader = DataLoader(Stuck(), num_workers=2, persistent_workers=persistent, timeout=0.2)
     source = ResumableLoader(loader)
-    one = source.start()
+    loader_pass = source.start()
     with pytest.raises(RuntimeError, match="timed out"):
-        next(one)
+        next(loader_pass)
     workers = multiprocessing.active_children()
     assert len(workers) == 2
     began = time.monotonic()
@@ -195,7 +195,7 @@ def _init(worker: int) -> None:
 
 
 def test_the_users_init_and_spawned_workers() -> None:
-    contexts = iter(["fork", "fork", "spawn"])  # spawned ones take seconds: only those that go on
+    contexts = iter(["fork", "fork", "spawn"])  # spawning takes seconds: only the resumed pass does it
 
     def make() -> Any:
         return DataLoader(
@@ -223,24 +223,24 @@ def test_the_users_loader_stays_as_it_is() -> None:
 
 
 def test_what_it_costs() -> None:
-    """A mark is a microsecond; loose, because other things run on this machine."""
+    """A mark takes a microsecond. The bound is loose, because other processes share the machine."""
     source = ResumableLoader(DataLoader(Augmented(2000), batch_size=2, num_workers=1, collate_fn=RandomCollator()))
-    one = source.start()
-    next(one)
+    loader_pass = source.start()
+    next(loader_pass)
     began = time.perf_counter()
     for _ in range(10_000):
-        one.mark()
+        loader_pass.mark()
     assert (time.perf_counter() - began) / 10_000 < 10e-6
     source.end_workers()
 
 
 def test_a_deterministic_dataset_ships_nothing() -> None:
     source = ResumableLoader(DataLoader(Plain(), batch_size=4, num_workers=2))
-    one = source.start()
+    loader_pass = source.start()
     for _ in range(3):
-        next(one)
-    one.mark()
-    assert one.state()["workers"] == [{}, {}]
+        next(loader_pass)
+    loader_pass.mark()
+    assert loader_pass.state()["workers"] == [{}, {}]
     source.end_workers()
 
 
