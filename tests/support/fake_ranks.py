@@ -1,4 +1,4 @@
-"""Several ranks in one process: layouts of files that they share, and real DTensors without anybody to talk to."""
+"""Several ranks in one process: layouts of files that they share, and real DTensors without communication."""
 
 from __future__ import annotations
 
@@ -22,28 +22,29 @@ Holders = tuple[int, ...] | None
 
 
 class NoBytes:
-    """A source that nobody will copy from."""
+    """A source that must not be copied from."""
 
     def copy(self, block: Block, at: int, start: int, stop: int) -> None:
-        raise AssertionError("nothing was to be copied")
+        raise AssertionError("nothing should be copied")
 
 
 @dataclass(slots=True)
 class Shape:
-    """A file as all ranks know it: stretches of bytes and who holds each, in records that have a CRC, or without."""
+    """A file as all ranks know it: stretches of bytes, the ranks that hold each, and records with or without a CRC."""
 
     name: str
     records: list[list[tuple[int, Holders]]] = field(default_factory=list)
     zipped: bool = False
-    """Every record gets a header and its CRC after it, and all CRCs are repeated at the end."""
-    by_all: bool = True
+    """Every record gets a header, and its CRC after it; all CRCs are repeated at the end."""
+    is_shared: bool = True
 
     others_lie: bool = False
-    """Ranks that do not hold bytes have others in their place, as DDP's buffers; or none, as those without a shard."""
+    """Ranks that do not hold bytes have other bytes in their place, like DDP's buffers; otherwise none, like ranks
+    without a shard."""
 
     def layout(self, rank: int | None, content: bytes | None = None) -> FileLayout:
-        """As one rank sees it, or (None) one that has everything; `content` are the file's bytes, but for headers and
-        CRCs."""
+        """Return the layout as a rank sees it, or (None) as a process that holds everything. `content`: the file's
+        bytes, except headers and CRCs."""
         builder = LayoutBuilder(self.name)
         for record in self.records:
             crc = builder.new_crc() if self.zipped else -1
@@ -55,8 +56,8 @@ class Shape:
                     source = BytesSource(b"?" * length) if self.others_lie and content is not None else None
                 elif content is not None:
                     source = BytesSource(content[builder.size : builder.size + length])
-                whose = None if rank is None else holders
-                builder.add_source(source, length, crc=crc, label="some tensor", holders=whose)
+                holding_ranks = None if rank is None else holders
+                builder.add_source(source, length, crc=crc, label="some tensor", holders=holding_ranks)
             if self.zipped:
                 builder.add_deferred(8, lambda crcs, crc=crc: b"CRC " + crcs[crc].to_bytes(4, "big"), needs=crc)
         if self.zipped:
@@ -66,7 +67,7 @@ class Shape:
             )
             builder.add_bytes(b"end")
         layout = builder.build()
-        layout.by_all = self.by_all and rank is not None
+        layout.is_shared = self.is_shared and rank is not None
         return layout
 
 
@@ -79,7 +80,7 @@ def holders(draw: st.DrawFn, world_size: int) -> Holders:
 
 @st.composite
 def shapes(draw: st.DrawFn, world_size: int, name: str = "file", *, large: int = 5 * 2**20) -> Shape:
-    """Stretches of a byte to several MiB that end at, before and behind the ends of pages."""
+    """Draw stretches of a byte to several MiB that end at, before and after the ends of pages."""
     shape = Shape(name, zipped=draw(st.booleans()), others_lie=draw(st.booleans()))
     size = 0
     for _ in range(draw(st.sampled_from([0, 1, 2, 5, 12]))):
@@ -102,21 +103,21 @@ class Range:
 
 
 def not_covered(start: int, stop: int, ranges: Sequence[Range]) -> list[Range]:
-    """What is left of [start, stop)."""
-    left = []
-    for one in sorted(ranges, key=lambda one: one.start):
-        if one.start > start:
-            left.append(Range(start, min(one.start, stop)))
-        start = max(start, one.stop)
+    """Return what of [start, stop) the ranges do not cover."""
+    gaps = []
+    for covered in sorted(ranges, key=lambda covered: covered.start):
+        if covered.start > start:
+            gaps.append(Range(start, min(covered.start, stop)))
+        start = max(start, covered.stop)
     if start < stop:
-        left.append(Range(start, stop))
-    return [one for one in left if one.start < one.stop]
+        gaps.append(Range(start, stop))
+    return [gap for gap in gaps if gap.start < gap.stop]
 
 
 def owners_of(part: FileShare, segment: Segment | Deferred) -> set[int]:
-    """Who writes some byte of it: slow and simple."""
+    """Return the ranks that write some byte of a segment, in a slow and simple way."""
     stop = segment.offset + segment.length
-    return {piece.owner for piece in part.pieces if piece.start < stop and piece.stop > segment.offset}
+    return {piece.owner for piece in part.ranges if piece.start < stop and piece.stop > segment.offset}
 
 
 # Tensors that are spread over ranks
@@ -124,11 +125,11 @@ def owners_of(part: FileShare, segment: Segment | Deferred) -> set[int]:
 
 @contextlib.contextmanager
 def as_rank(rank: int, world_size: int) -> Iterator[None]:
-    """Inside, this process is one of several as far as torch knows; what would talk to the others does nothing."""
+    """Let this process be one of several ranks for torch; communication with the others does nothing."""
     from torch.distributed.tensor import DTensor, debug
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    # What DTensor remembers of operations has a mesh in it, which knows its rank, and is equal to that of other ranks.
+    # DTensor caches operations by mesh. A mesh knows its rank, but compares equal to that of other ranks.
     if hasattr(debug, "_clear_sharding_prop_cache"):
         debug._clear_sharding_prop_cache()
     else:  # torch 2.6
@@ -141,7 +142,7 @@ def as_rank(rank: int, world_size: int) -> Iterator[None]:
 
 
 def spread(whole: torch.Tensor, rank: int, *, replicas: int = 1) -> torch.Tensor:
-    """The rank's shard of a tensor, as `fully_shard` would make it; with `replicas`, as HSDP would."""
+    """Return the rank's shard of a tensor, as `fully_shard` would make it; with `replicas`, as HSDP would."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     count = dist.get_world_size() // replicas

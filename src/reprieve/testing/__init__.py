@@ -1,10 +1,12 @@
-"""Tests of distributed training with real processes, real signals, and faults that read as scenarios.
+"""Tools to test distributed training with real processes, real signals, and faults that read as scenarios.
 
-from reprieve.testing import kill, run_ranks
+    from reprieve.testing import kill, run_ranks
 
-results = run_ranks(3, save_together, folder, faults=[kill(rank=1, at="publish commit")])
-assert results[1].signal == signal.SIGKILL
-assert results[0].error.type == "RankFailed"
+    results = run_ranks(3, save_together, folder, faults=[kill(rank=1, at="publish commit")])
+    assert results[1].signal == signal.SIGKILL
+    assert results[0].error.type == "RankFailed"
+
+All names below are public API.
 """
 
 from __future__ import annotations

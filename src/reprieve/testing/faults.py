@@ -1,8 +1,8 @@
-"""Faults, said as scenarios: what happens to which rank, where or when.
+"""Faults that read as scenarios: what happens to which rank, and where.
 
-A point is a name that the code passes to `reprieve.failpoints.reached`. Every `Ranks.agree(name)` has three: "before
-{name}" when it begins, "publish {name}" when the rank's own work is done and nobody knows yet, "after {name}" when the
-outcome is known. A test's own code may name more.
+A failpoint is a name that the code passes to `reprieve.failpoints.reached`. Every `Ranks.agree(name)` has three:
+"before {name}" when it begins, "publish {name}" when this rank's work is done and no other rank knows yet, "after
+{name}" when the outcome is known. The code of a test may define more.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class _AtPoint(Fault):
+class _FaultAtPoint(Fault):
+    """A fault that happens when the rank reaches the failpoint `at` for the n-th time."""
+
     at: str
     nth: int
 
@@ -36,7 +38,7 @@ class _AtPoint(Fault):
 
 
 @dataclass(frozen=True, slots=True)
-class _Signal(_AtPoint):
+class _Signal(_FaultAtPoint):
     number: signal.Signals
 
     def happen(self) -> None:
@@ -44,15 +46,15 @@ class _Signal(_AtPoint):
 
 
 @dataclass(frozen=True, slots=True)
-class _Pause(_AtPoint):
-    length: timedelta
+class _Pause(_FaultAtPoint):
+    duration: timedelta
 
     def happen(self) -> None:
-        time.sleep(self.length.total_seconds())
+        time.sleep(self.duration.total_seconds())
 
 
 @dataclass(frozen=True, slots=True)
-class _Fail(_AtPoint):
+class _Fail(_FaultAtPoint):
     error: Exception
 
     def happen(self) -> None:
@@ -70,46 +72,46 @@ class FullDiskFault(Fault):
 
 
 def kill(rank: int, at: str, *, nth: int = 1) -> Fault:
-    """SIGKILL, when the rank reaches the point `at` for the n-th time."""
+    """Send SIGKILL to the rank when it reaches the failpoint `at` for the n-th time."""
     return _Signal(rank, at, nth, signal.SIGKILL)
 
 
 def terminate(rank: int, at: str, *, nth: int = 1) -> Fault:
-    """SIGTERM, from the rank to itself, as a preemption would at this moment."""
+    """Send SIGTERM from the rank to itself, as a preemption at this point would."""
     return _Signal(rank, at, nth, signal.SIGTERM)
 
 
 def pause(rank: int, at: str, seconds: str | float | timedelta, *, nth: int = 1) -> Fault:
-    """The thread that reaches the point stands still; the other threads of the process go on."""
+    """Suspend the thread that reaches the failpoint; the other threads of the process continue."""
     return _Pause(rank, at, nth, parse_duration(seconds))
 
 
 def fail(rank: int, at: str, error: Exception, *, nth: int = 1) -> Fault:
-    """`error` is raised at the point."""
+    """Raise `error` at the failpoint."""
     return _Fail(rank, at, nth, error)
 
 
 def slow_disk(rank: int, bytes_per_second: str | int) -> Fault:
-    """The rank's `reprieve.testing.disk()` writes no faster than this: a number of bytes, or "50MB"."""
+    """Limit the write speed of the rank's `reprieve.testing.disk()`: a number of bytes, or "50MB"."""
     return SlowDiskFault(rank, parse_size(bytes_per_second))
 
 
 def full_disk(rank: int, after_bytes: str | int) -> Fault:
-    """The rank's `reprieve.testing.disk()` is full after so many bytes."""
+    """Let the rank's `reprieve.testing.disk()` be full after so many bytes."""
     return FullDiskFault(rank, parse_size(after_bytes))
 
 
 def at_points(faults: Iterable[Fault]) -> Callable[[str], None]:
-    """What `reprieve.failpoints.on_reached` does under these faults, all of this rank."""
-    planned = [fault for fault in faults if isinstance(fault, _AtPoint)]
-    times: Counter[str] = Counter()
+    """Return a function for `reprieve.failpoints.on_reached` that injects these faults, all of this rank."""
+    at_failpoints = [fault for fault in faults if isinstance(fault, _FaultAtPoint)]
+    counts: Counter[str] = Counter()
     lock = threading.Lock()
 
     def on_reached(name: str) -> None:
         with lock:
-            times[name] += 1
-            count = times[name]
-        for fault in planned:
+            counts[name] += 1
+            count = counts[name]
+        for fault in at_failpoints:
             if fault.at == name and fault.nth == count:
                 fault.happen()
 

@@ -1,4 +1,4 @@
-"""Disks that are slow, or full, where the machine's own is neither."""
+"""Disks that are slow or full, for machines whose own disk is neither."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from reprieve.storage.disk import PAGE, Disk, OpenFile
 
 
 class SlowDisk(Disk):
-    """Writes take as long as they would at so many bytes a second, all threads together."""
+    """A disk that writes so many bytes a second, for all threads together."""
 
     def __init__(self, bytes_per_second: int) -> None:
         self.bytes_per_second = bytes_per_second
@@ -28,14 +28,14 @@ class SlowDisk(Disk):
 
 
 class FullDisk(Disk):
-    """No room (ENOSPC) after so many bytes: those that files reserve or, where they reserve none, hold. What is removed
-    makes room again."""
+    """A disk that is full (ENOSPC) after so many bytes. It counts the bytes that files reserve or, without a
+    reservation, hold. Removed files make room again."""
 
     def __init__(self, after_bytes: int) -> None:
         self.left_bytes = after_bytes
         self._lock = threading.Lock()
         self._taken: dict[tuple[int, int], int] = {}
-        """Bytes by inode: names change."""
+        """Bytes by inode, since names change."""
 
     def create(self, path: Path, size: int) -> OpenFile:
         with self._lock:
@@ -46,7 +46,7 @@ class FullDisk(Disk):
         return file
 
     def write(self, file: OpenFile, data: memoryview, offset: int) -> None:
-        # Direct I/O writes whole pages; the last one may reach beyond the size that was reserved, and is cut off later.
+        # Direct I/O writes whole pages: the last one may exceed the reserved size, and is truncated later.
         self._take(file, offset + data.nbytes, slack=PAGE)
         super().write(file, data, offset)
 
@@ -57,7 +57,7 @@ class FullDisk(Disk):
             self.left_bytes += self._taken.pop(inode, 0)
 
     def _take(self, file: OpenFile, size: int, *, slack: int = 0) -> None:
-        """The file has this size, or more."""
+        """Count a file as having at least this size."""
         inode = _inode(os.fstat(file.fd))
         with self._lock:
             taken = self._taken.get(inode, 0)

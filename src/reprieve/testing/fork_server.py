@@ -1,11 +1,11 @@
 """A process that has imported torch once, and forks a child for each rank of each test.
 
-Importing torch takes 2 to 8 seconds on a small machine, a fork 10 ms. The server has one thread and
-never makes a process group, a store or a tensor, so what it forks is as good as new. It ends with the process that
-started it (its socket closes), and its children end with it (PR_SET_PDEATHSIG).
+Importing torch takes 2 to 8 seconds on a small machine, a fork 10 ms. The server has one thread and never makes a
+process group, a store or a tensor, so its children are as good as new processes. It ends with the process that started
+it (its socket closes), and its children end with it (PR_SET_PDEATHSIG).
 
-The talk over the socket: "start FILE" is answered by a pid, with a pidfd to watch and to signal it by; "reap PID" by
-the wait status of a child that has ended.
+The protocol on the socket: the answer to "start FILE" is a PID, with a pidfd to watch and signal the child; the answer
+to "reap PID" is the wait status of a child that has ended.
 """
 
 from __future__ import annotations
@@ -34,22 +34,25 @@ fork_server.main({fd}, {modules!r})
 
 
 class ForkServer:
-    """The parent's side."""
+    """The test process's side of the socket."""
 
     def __init__(self, modules: Sequence[str] = ()) -> None:
-        """`modules`: imported before all forks."""
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        program = _PROGRAM.format(path=sys.path, fd=theirs.fileno(), modules=tuple(modules))
-        # As torchrun does: ranks that share a machine would otherwise start a thread a core each.
+        """`modules`: what to import before all forks."""
+        self._socket, server_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        program = _PROGRAM.format(path=sys.path, fd=server_socket.fileno(), modules=tuple(modules))
+        # As torchrun does: otherwise each rank would start a thread for each core of the shared machine.
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and program
-            [sys.executable, "-c", program], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment
+            [sys.executable, "-c", program],
+            pass_fds=[server_socket.fileno()],
+            stdin=subprocess.DEVNULL,
+            env=environment,
         )
-        theirs.close()
+        server_socket.close()
         self._lock = threading.Lock()
 
     def start(self, task_file: Path) -> tuple[int, int]:
-        """A child that runs this task; its pid and a pidfd."""
+        """Fork a child that runs this task. Returns its PID and a pidfd."""
         with self._lock:
             self._socket.send(f"start {task_file}".encode())
             answer, fds, _, _ = socket.recv_fds(self._socket, 64, 1)
@@ -58,7 +61,7 @@ class ForkServer:
         return int(answer), fds[0]
 
     def reap(self, pid: int) -> int:
-        """The wait status of a child that has ended."""
+        """Return the wait status of a child that has ended."""
         with self._lock:
             self._socket.send(f"reap {pid}".encode())
             answer = self._socket.recv(64)
@@ -67,7 +70,7 @@ class ForkServer:
         return int(answer)
 
     @property
-    def alive(self) -> bool:
+    def is_running(self) -> bool:
         return self._process.poll() is None
 
     def close(self) -> None:
@@ -76,26 +79,26 @@ class ForkServer:
 
 
 _servers: dict[tuple[int, tuple[str, ...]], ForkServer] = {}
-"""By the process that talks to them (after a fork of the test process itself they are not its own) and by what they
-have imported."""
+"""By the process that uses them (a fork of the test process must not use its parent's) and by what they have
+imported."""
 _servers_lock = threading.Lock()
 
 
 def fork_server(modules: Sequence[str] = ()) -> ForkServer:
-    """The one of this process that has imported these modules, started when first asked for."""
+    """Return the server of this process that has imported these modules; start it at the first call."""
     key = os.getpid(), tuple(modules)
     with _servers_lock:
         server = _servers.get(key)
-        if server is None or not server.alive:
+        if server is None or not server.is_running:
             server = _servers[key] = ForkServer(modules)
             atexit.register(server.close)
         return server
 
 
 def main(fd: int, modules: Sequence[str]) -> None:
-    """The server's side. Forks return from `_serve` with something to do."""
+    """Run the server. In forked children, `_serve` returns a task."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test, which then closes the socket
-    # Imported for the children. Whoever makes an optimizer, or DDP, imports dynamo: 2 to 4 s of CPU in each rank.
+    # Imported for the children. Making an optimizer or DDP imports dynamo: 2 to 4 s of CPU time in each rank.
     import torch._dynamo  # noqa: F401
 
     import reprieve.checkpoint.checkpointer
@@ -104,7 +107,7 @@ def main(fd: int, modules: Sequence[str]) -> None:
 
     for name in modules:
         importlib.import_module(name)
-    gc.freeze()  # a collection in a child would touch, and so copy, all that was imported
+    gc.freeze()  # a collection in a child would touch, and so copy, all imported pages
     with socket.socket(fileno=fd) as parent:
         task_file = _serve(parent)
     if task_file is not None:
@@ -112,25 +115,25 @@ def main(fd: int, modules: Sequence[str]) -> None:
 
 
 def _serve(parent: socket.socket) -> str | None:
-    """The task, in a child; None in the server, when its parent has gone."""
+    """Serve requests. Returns the task file in a child, and None in the server when its parent is gone."""
     while message := parent.recv(4096):
-        verb, _, what = message.decode().partition(" ")
+        verb, _, argument = message.decode().partition(" ")
         if verb == "start":
             server = os.getpid()
             pid = os.fork()
             if pid == 0:
                 _end_with(server)
                 signal.signal(signal.SIGINT, signal.default_int_handler)
-                return what
+                return argument
             pidfd = os.pidfd_open(pid)
             socket.send_fds(parent, [str(pid).encode()], [pidfd])
             os.close(pidfd)
         else:
-            parent.send(str(os.waitpid(int(what), 0)[1]).encode())
+            parent.send(str(os.waitpid(int(argument), 0)[1]).encode())
     return None
 
 
 def _end_with(server: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != server:  # it died before the line above
+    if os.getppid() != server:  # the server died before the line above
         os._exit(1)

@@ -1,6 +1,6 @@
-"""One rank of a test: reads what to do from a file, does it, leaves what came of it in another.
+"""One rank of a test: reads a task from a file, runs it, and writes the result to another file.
 
-Runs in a process that was forked for it (see `fork_server`).
+It runs in a process that `fork_server` forked for it; `runner` writes the task and reads the result.
 """
 
 from __future__ import annotations
@@ -32,36 +32,39 @@ from reprieve.testing.result import Failure
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Everything a rank needs to know."""
+    """What one rank runs, and its surroundings."""
 
     rank: int
     world_size: int
     folder: Path
-    """Of this run; each rank has its own file names in it."""
+    """The folder of this run; each rank has its own file names in it."""
     environment: Mapping[str, str]
     search_path: Sequence[str]
     working_folder: str
     main: str | None
-    """The script that the function is in, where it is in one."""
+    """The script that defines the function. None: a module does."""
     call: bytes
     """The function and its arguments, pickled."""
     faults: Sequence[Fault]
     store_host: int | None
-    """The rank that serves the store; None where the parent has one for us."""
+    """The rank that serves the store; None: the test process serves it."""
     backend: str | None
     group_port: int | None
-    """Of the store through which the process group is made."""
+    """The port of the store with which the process group is made."""
     group_limit: timedelta
 
     def file(self, kind: str) -> Path:
         return self.folder / f"{self.rank}.{kind}"
 
 
+POLL_INTERVAL_S = 0.005
+
 _faults: Sequence[Fault] = ()
+"""The faults of this process, which is one rank."""
 
 
 def disk() -> Disk:
-    """The disk of this rank under the faults of the scenario, to be given to `Checkpointer(disk=…)`."""
+    """Return the disk of this rank with the faults of the scenario, for `Checkpointer(disk=…)`."""
     for fault in _faults:
         if isinstance(fault, SlowDiskFault):
             return SlowDisk(fault.bytes_per_second)
@@ -71,12 +74,12 @@ def disk() -> Disk:
 
 
 def run(task_file: str) -> NoReturn:
-    """Do it, and end as a script would: other threads joined, atexit handlers run, the exit code told."""
+    """Run the task and exit as a script would: join other threads, run atexit handlers, return the exit code."""
     code = _run(task_file)
     if isinstance(code, str):
         print(code, file=sys.stderr)
         code = 1
-    # Not through the interpreter's own end: to take down all of torch takes 2 s in a fork, whose pages it copies.
+    # Skip the interpreter's own shutdown: taking down torch needs 2 s in a fork, because it copies pages.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -92,14 +95,14 @@ def _run(task_file: str) -> int | str | None:
     os.environ.clear()
     os.environ.update(task.environment)
     sys.path[:] = task.search_path
-    _as_if_fresh()
+    _reseed_numpy()
     fallback.shows_every_rank = True
     _faults = [fault for fault in task.faults if fault.rank == task.rank]
     if _faults:
         failpoints.on_reached = at_points(_faults)
     code: int | str | None = 0
     try:
-        function, arguments = _what(task)
+        function, arguments = _function(task)
         with _store(task), _process_group(task):
             value = function(*arguments)
         outcome = pickle.dumps((value, None))
@@ -108,32 +111,32 @@ def _run(task_file: str) -> int | str | None:
         failure = Failure(type(error).__name__, str(error), traceback.format_exc())
         outcome = pickle.dumps((None, failure))
         code = error.code if isinstance(error, SystemExit) else 1
-    fresh = task.file("result.new")
-    fresh.write_bytes(outcome)
-    fresh.rename(task.file("result"))
+    new_file = task.file("result.new")
+    new_file.write_bytes(outcome)
+    new_file.rename(task.file("result"))
     return code
 
 
 def _redirect(output: Path) -> None:
-    target = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.dup2(target, 1)
-    os.dup2(target, 2)
-    os.close(nothing)
-    os.close(target)
-    # A rank whose time is up gets SIGABRT first, so that the test can show where it hung.
+    output_fd = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    null_fd = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null_fd, 0)
+    os.dup2(output_fd, 1)
+    os.dup2(output_fd, 2)
+    os.close(null_fd)
+    os.close(output_fd)
+    # A rank that times out gets SIGABRT first, so that its output shows where it hung.
     faulthandler.enable()
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 
-def _as_if_fresh() -> None:
-    """Undo what all forks have in common and separate processes would not. (Python's own generator sees to itself.)"""
+def _reseed_numpy() -> None:
+    """Give each fork its own random numbers, as separate processes have. (Python reseeds its own generator.)"""
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
 
 
-def _what(task: Task) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def _function(task: Task) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     if task.main is not None:
         sys.modules["__main__"].__dict__.update(runpy.run_path(task.main, run_name="__mp_main__"))
     function, arguments = pickle.loads(task.call)  # noqa: S301 - written by the test itself
@@ -142,7 +145,7 @@ def _what(task: Task) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 @contextlib.contextmanager
 def _store(task: Task) -> Any:
-    """A rank that serves the store says where in a file, for which the others wait."""
+    """Set REPRIEVE_STORE. A rank that serves the store writes its address to a file, and the others wait for it."""
     if task.store_host is None:
         yield
         return
@@ -151,16 +154,16 @@ def _store(task: Task) -> Any:
         from reprieve.ranks.torch_store import TorchStore
 
         served = TorchStore.serve()
-        fresh = task.folder / "store.new"
-        fresh.write_text(f"tcp://127.0.0.1:{served.port}")
-        fresh.rename(address)
-    while not address.exists():  # no limit: the parent has one
-        time.sleep(0.005)
+        new_file = task.folder / "store.new"
+        new_file.write_text(f"tcp://127.0.0.1:{served.port}")
+        new_file.rename(address)
+    while not address.exists():  # no limit: the test process has one
+        time.sleep(POLL_INTERVAL_S)
     os.environ["REPRIEVE_STORE"] = address.read_text()
     yield
-    if task.rank == task.store_host:  # the others may still read what they agreed on
+    if task.rank == task.store_host:  # the others may still read the last outcome
         while not all((task.folder / f"{rank}.ended").exists() for rank in range(task.world_size) if rank != task.rank):
-            time.sleep(0.005)
+            time.sleep(POLL_INTERVAL_S)
 
 
 @contextlib.contextmanager
@@ -180,5 +183,5 @@ def _process_group(task: Task) -> Any:
         world_size=task.world_size,
         timeout=task.group_limit,
     )
-    # It ends with the process: to destroy it would hang, in torch 2.6, where another rank has already left.
+    # The group ends with the process: in torch 2.6, destroying it hangs if another rank has already left.
     yield

@@ -1,4 +1,4 @@
-"""What became of a rank."""
+"""The result of a rank: what its function returned, or how its process ended."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An exception that ended a rank's function."""
+    """The exception that ended a rank's function."""
 
     type: str
     """The name of its class, without the module."""
@@ -20,47 +20,47 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one rank returned, or how it ended."""
+    """The result of one rank."""
 
     rank: int
     value: Any = None
-    """What the function returned; None where it did not return."""
+    """What the function returned; None if it did not return."""
     error: Failure | None = None
-    """What it raised, `SystemExit` included."""
+    """What the function raised, including `SystemExit`."""
     exit_code: int | None = None
-    """None where a signal ended the process."""
+    """None if a signal ended the process."""
     signal: signal.Signals | None = None
     """The signal that ended the process."""
     timed_out: bool = False
-    """It outlived the time-out and was killed; `output` ends with the stacks of its threads."""
+    """The rank exceeded the timeout and was killed; `output` ends with the stacks of its threads."""
     seconds: float = 0.0
-    """From its start to its end."""
+    """The run time of the process."""
     output: str = ""
-    """Its stdout and stderr; with the traceback, where it raised."""
+    """The rank's stdout and stderr, including the traceback if it raised."""
 
     @property
     def ok(self) -> bool:
-        """The function returned, and the process ended with code 0."""
+        """Whether the function returned and the process ended with exit code 0."""
         return self.error is None and self.exit_code == 0 and not self.timed_out
 
     def __str__(self) -> str:
         if self.ok:
             how = "returned"
         elif self.timed_out:
-            how = f"was killed after {self.seconds:.1f} s, when its time was up"
+            how = f"timed out and was killed after {self.seconds:.1f} s"
         elif self.error is not None:
             how = f"raised {self.error.type}: {self.error.message}"
         elif self.signal is not None:
             how = f"was ended by {self.signal.name}"
         else:
-            how = f"ended with code {self.exit_code}"
-        first = f"rank {self.rank} {how}"
-        return first if self.ok else f"{first}\n{self.output}"
+            how = f"ended with exit code {self.exit_code}"
+        summary = f"rank {self.rank} {how}"
+        return summary if self.ok else f"{summary}\n{self.output}"
 
 
 def values(results: Iterable[Result]) -> list[Any]:
-    """What the ranks returned, for tests in which all must: else an AssertionError with tracebacks and output."""
+    """Return what the ranks returned. If any did not, raise an AssertionError with tracebacks and output."""
     results = list(results)
-    if bad := [str(result) for result in results if not result.ok]:
-        raise AssertionError("\n\n".join(bad))
+    if failures := [str(result) for result in results if not result.ok]:
+        raise AssertionError("\n\n".join(failures))
     return [result.value for result in results]

@@ -1,4 +1,4 @@
-"""`run_ranks`: the same function in n real processes, as under torchrun, with faults."""
+"""`run_ranks`: runs the same function in n real processes, as torchrun would, and injects faults."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from reprieve.units import parse_duration
 if TYPE_CHECKING:
     from reprieve.ranks.torch_store import TorchStore
 
-_TO_SHOW_STACKS_S = 2.0
-"""How long a rank whose time is up has to write where its threads are."""
+STACK_DUMP_TIMEOUT_S = 2.0
+"""How long a rank that timed out may take to write the stacks of its threads."""
 
 
 def run_ranks(
@@ -45,17 +45,17 @@ def run_ranks(
     group_timeout: str | float | timedelta = "30s",
     modules: Sequence[str] = (),
 ) -> list[Result]:
-    """Run `fn(*args)` in `n` processes; what became of each, by rank.
+    """Run `fn(*args)` in `n` processes. Returns their results, by rank.
 
-    `fn`: a function at the top level of a module that can be imported (or of the script itself).
-    `store`: what `REPRIEVE_STORE` names in the ranks: "tcp" (torch's store) or "folder".
-    `backend`: torch.distributed is initialised with it before `fn` is called; None leaves it alone.
-    `faults`: what happens to whom: `kill`, `terminate`, `pause`, `fail`, `slow_disk`, `full_disk`.
-    `timeout`: a rank that takes longer is killed, and its result says so.
-    `env`: on top of this process's environment; None removes a name.
-    `store_host`: the rank that serves the store; by default this process does, as torchrun's agent would.
-    `group_timeout`: of the process group: how long a collective waits for a dead rank.
-    `modules`: what the function needs and takes long to import. It is imported once, for all calls that name the same.
+    `fn`: a function at the top level of an importable module, or of the script itself.
+    `store`: the kind of store that `REPRIEVE_STORE` names in the ranks: "tcp" (torch's store) or "folder".
+    `backend`: initialises torch.distributed with it before calling `fn`; None does not initialise it.
+    `faults`: what happens to which rank: `kill`, `terminate`, `pause`, `fail`, `slow_disk`, `full_disk`.
+    `timeout`: a rank that takes longer is killed, and its result has `timed_out` set.
+    `env`: changes to this process's environment; None removes a variable.
+    `store_host`: the rank that serves the store; by default this process serves it, as torchrun's agent would.
+    `group_timeout`: how long a collective of the process group waits for a dead rank.
+    `modules`: what the function needs and takes long to import. All calls with the same modules import them once.
     """
     with start_ranks(
         n,
@@ -86,14 +86,14 @@ def start_ranks(
     group_timeout: str | float | timedelta = "30s",
     modules: Sequence[str] = (),
 ) -> RunningRanks:
-    """As `run_ranks`, for tests that do something to the ranks while they run.
+    """Start ranks as `run_ranks` does, for tests that act on them while they run.
 
     with start_ranks(3, train) as ranks:
         ranks.signal(1, signal.SIGTERM)
         results = ranks.wait()
     """
     if store not in ("tcp", "folder"):
-        raise ConfigError(f"store={store!r}: there are 'tcp' and 'folder'")
+        raise ConfigError(f"store={store!r}: use 'tcp' or 'folder'")
     if store_host is not None and store != "tcp":
         raise ConfigError("only a 'tcp' store has a host")
     call = pickle.dumps((fn, args))
@@ -114,7 +114,7 @@ def start_ranks(
                 rank=rank,
                 world_size=n,
                 folder=folder,
-                environment=_changed({**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, env or {}),
+                environment=_merged({**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, env or {}),
                 search_path=list(sys.path),
                 working_folder=str(Path.cwd()),
                 main=_main_script() if fn.__module__ == "__main__" else None,
@@ -134,7 +134,7 @@ def start_ranks(
 
 
 class RunningRanks:
-    """Processes that run. They end, at the latest, with the `with` block."""
+    """The processes of `start_ranks`. They end with the `with` block at the latest."""
 
     def __init__(
         self, tasks: list[Task], timeout: timedelta, folder: Path, served: list[TorchStore], server: ForkServer
@@ -150,27 +150,27 @@ class RunningRanks:
         except BaseException:
             self.close()
             raise
-        self._end = time.monotonic() + timeout.total_seconds()
+        self._deadline = time.monotonic() + timeout.total_seconds()
 
     @property
     def pids(self) -> list[int]:
         return [rank.pid for rank in self._ranks]
 
     def signal(self, rank: int, number: int) -> None:
-        """Send a signal to a rank; to one that has ended, nothing happens."""
+        """Send a signal to a rank, if it is still running."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._ranks[rank].pidfd, number)
 
     def wait(self) -> list[Result]:
-        """Wait until all have ended, or their time is up."""
-        self._watch(self._end)
-        late = [rank for rank in self._ranks if rank.status is None]
-        forked = [pidfd for rank in late for pidfd in _forked_by(rank.pid)]
-        for rank in late:
+        """Wait until all ranks have ended, or kill them at the timeout. Returns their results."""
+        self._wait_until(self._deadline)
+        timed_out = [rank for rank in self._ranks if rank.status is None]
+        children = [pidfd for rank in timed_out for pidfd in _children_of(rank.pid)]
+        for rank in timed_out:
             rank.timed_out = True
             self.signal(rank.task.rank, signal.SIGABRT)
-        self._watch(time.monotonic() + _TO_SHOW_STACKS_S)
-        for pidfd in forked:
+        self._wait_until(time.monotonic() + STACK_DUMP_TIMEOUT_S)
+        for pidfd in children:
             _abort(pidfd)
         self._kill()
         return [rank.result() for rank in self._ranks]
@@ -193,19 +193,19 @@ class RunningRanks:
         for rank in self._ranks:
             if rank.status is None:
                 self.signal(rank.task.rank, signal.SIGKILL)
-        self._watch(None)
+        self._wait_until(None)
 
-    def _watch(self, end: float | None) -> None:
-        """Until all have ended, or the time has come."""
+    def _wait_until(self, deadline: float | None) -> None:
+        """Wait until all ranks have ended, or the deadline has passed."""
         poll = select.poll()
         running = {rank.pidfd: rank for rank in self._ranks if rank.status is None}
         for pidfd in running:
             poll.register(pidfd, select.POLLIN)
         while running:
-            left = None if end is None else end - time.monotonic()
-            if left is not None and left <= 0:
+            remaining_s = None if deadline is None else deadline - time.monotonic()
+            if remaining_s is not None and remaining_s <= 0:
                 return
-            for pidfd, _ in poll.poll(None if left is None else left * 1000 + 1):
+            for pidfd, _ in poll.poll(None if remaining_s is None else remaining_s * 1000 + 1):
                 rank = running.pop(pidfd)
                 rank.ended = time.monotonic()
                 rank.status = self._server.reap(rank.pid)
@@ -214,7 +214,7 @@ class RunningRanks:
 
 
 class _Rank:
-    """One process."""
+    """The process of one rank."""
 
     def __init__(self, task: Task, pid: int, pidfd: int) -> None:
         self.task = task
@@ -250,30 +250,32 @@ class _Rank:
             lines = self.task.file("output").read_text(errors="replace").splitlines(keepends=True)
         except FileNotFoundError:
             return ""
-        # Dozens of names, on every rank whose stacks are shown.
+        # faulthandler lists dozens of names with the stacks of each rank.
         return "".join(line for line in lines if not line.startswith("Extension modules:"))
 
 
-def _forked_by(pid: int) -> list[int]:
-    """Processes that its main thread started: it may hang because a worker of its DataLoader does. As pidfds."""
+def _children_of(pid: int) -> list[int]:
+    """Return pidfds of the processes that a rank's main thread started: a rank may hang because its DataLoader worker
+    does."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:  # a kernel may be built so that it does not tell
+    except OSError:  # not all kernels are built with this file
         return []
-    found = []
+    pidfds = []
     for child in children:
         with contextlib.suppress(ProcessLookupError):
-            found.append(os.pidfd_open(int(child)))
-    return found
+            pidfds.append(os.pidfd_open(int(child)))
+    return pidfds
 
 
 def _abort(pidfd: int) -> None:
-    """Have it show its stacks; alone, because stacks are written letter by letter, into the file of its rank."""
+    """Have a process write its stacks. One at a time: processes write them character by character, into the file of
+    their rank."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     with contextlib.suppress(ProcessLookupError):
         signal.pidfd_send_signal(pidfd, signal.SIGABRT)
-        poll.poll(_TO_SHOW_STACKS_S * 1000)
+        poll.poll(STACK_DUMP_TIMEOUT_S * 1000)
     os.close(pidfd)
 
 
@@ -284,7 +286,7 @@ def _serve() -> TorchStore:
 
 
 def _environment(world_size: int) -> dict[str, str]:
-    """As a launcher sets it on one host. The port is free for a process group that the function makes itself."""
+    """Return the environment that a launcher sets on one host. The port is free for a process group of the function."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -298,7 +300,7 @@ def _environment(world_size: int) -> dict[str, str]:
     }
 
 
-def _changed(environment: dict[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:
+def _merged(environment: dict[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:
     merged = {**environment, **changes}
     return {name: value for name, value in merged.items() if value is not None}
 

@@ -1,4 +1,4 @@
-"""`run_ranks` does what it says: real processes, their ends, faults in them; and ranks find each other in every way."""
+"""`run_ranks`: real processes, how they end, faults in them, and all ways in which ranks find each other."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from reprieve.testing import fail, full_disk, kill, pause, run_ranks, slow_disk,
 from tests.support.jobs import rank_jobs
 from tests.support.places import ROOT
 
-pytestmark = pytest.mark.xdist_group("run_ranks")  # one fork server serves them all
+pytestmark = pytest.mark.xdist_group("run_ranks")  # one fork server for all tests
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _warm() -> None:
-    """The first one starts the server, which imports torch."""
+    """The first call starts the server, which imports torch."""
     run_ranks(1, rank_jobs.rank_times, 1, backend=None)
 
 
@@ -34,7 +34,7 @@ def until(condition: Any, limit_s: float = 30) -> None:
         time.sleep(0.01)
 
 
-# What becomes of a rank
+# How a rank ends
 
 
 def test_values_by_rank() -> None:
@@ -77,7 +77,7 @@ def test_a_rank_that_takes_too_long_shows_where_it_is() -> None:
         assert result.signal == signal.SIGABRT
         assert 0.9 < result.seconds < 12
         assert "in wait_for_ever" in result.output
-        assert "its time was up" in str(result)
+        assert "timed out and was killed" in str(result)
 
 
 def test_and_where_its_workers_are() -> None:
@@ -103,7 +103,7 @@ def test_signals_from_outside(tmp_path: Path) -> None:
         ranks.signal(1, signal.SIGTERM)
         ranks.signal(0, signal.SIGKILL)
         killed, ended = ranks.wait()
-        ranks.signal(1, signal.SIGTERM)  # nobody is there any more
+        ranks.signal(1, signal.SIGTERM)  # the rank has ended
     assert (killed.signal, ended.exit_code) == (signal.SIGKILL, 143)
     assert str(killed).startswith("rank 0 was ended by SIGKILL")
 
@@ -119,11 +119,11 @@ def test_ranks_end_with_the_block(tmp_path: Path) -> None:
 def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     parent = subprocess.Popen([sys.executable, "-c", rank_jobs.A_RUN, tmp_path], cwd=ROOT)
     until(lambda: len(list(tmp_path.iterdir())) == 2, 120)
-    ours = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _descends(pid, parent.pid)]
-    assert len(ours) >= 3
+    descendants = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _descends(pid, parent.pid)]
+    assert len(descendants) >= 3
     parent.kill()
     parent.wait()
-    until(lambda: not any(_runs(pid) for pid in ours))
+    until(lambda: not any(_runs(pid) for pid in descendants))
 
 
 def _status(pid: int) -> dict[str, str]:
@@ -224,7 +224,7 @@ def test_a_killed_rank_is_missed(at: str) -> None:
     assert (dead.signal, dead.exit_code, dead.value, dead.error) == (signal.SIGKILL, None, None, None)
     for result in (first, last):
         said, seconds = result.value
-        assert said == "save: rank 1: did not come within 1 s"
+        assert said == "save: rank 1: did not arrive within 1 s"
         assert seconds < 10
 
 
@@ -236,7 +236,7 @@ def test_a_rank_killed_after_the_outcome_is_not_missed() -> None:
 
 def test_a_paused_rank_is_missed_and_hears_of_it() -> None:
     results = run_ranks(2, rank_jobs.save_with_a_short_limit, faults=[pause(1, "publish save", 3)], backend=None)
-    assert [said for said, _ in values(results)] == ["save: rank 1: did not come within 1 s"] * 2
+    assert [said for said, _ in values(results)] == ["save: rank 1: did not arrive within 1 s"] * 2
     assert 2.5 < results[1].value[1] < 15
 
 
@@ -284,7 +284,7 @@ def test_a_disk_that_is_just_not_full(tmp_path: Path) -> None:
 
 
 def test_room_on_a_full_disk(tmp_path: Path) -> None:
-    """Removed files make room again, under whatever name; what was not reserved is counted as it is written."""
+    """Removed files make room again, whatever their name; unreserved bytes count when they are written."""
     from reprieve.testing import FullDisk
 
     disk = FullDisk(10_000)
@@ -305,7 +305,7 @@ def test_room_on_a_full_disk(tmp_path: Path) -> None:
 
 
 def test_the_stores_host_is_killed() -> None:
-    """Within seconds, though the limit is minutes."""
+    """The others notice within seconds, although the limit is minutes."""
     dead, *others = run_ranks(
         3, rank_jobs.lose_the_store, store_host=0, faults=[kill(0, "publish stop")], backend=None, timeout="60s"
     )
@@ -331,7 +331,7 @@ def test_no_way_to_find_each_other() -> None:
 
 
 def test_a_store_that_several_starts_share() -> None:
-    """Each start has a prefix of its own."""
+    """Each start has its own prefix."""
     from reprieve.ranks.torch_store import TorchStore
 
     store = TorchStore.serve()

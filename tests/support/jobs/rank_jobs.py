@@ -1,4 +1,4 @@
-"""What ranks do in the tests of `run_ranks`: small functions, in a module that children import quickly."""
+"""What ranks run in the tests of `run_ranks`: small functions, in a module that children import quickly."""
 
 from __future__ import annotations
 
@@ -79,14 +79,14 @@ def end_on_sigterm(started: Path) -> None:
 
 
 def leave_things_to_the_end(folder: Path) -> None:
-    def say(what: str) -> None:
+    def note(what: str) -> None:
         (folder / f"{what} {os.environ['RANK']}").touch()
 
     def thread() -> None:
         time.sleep(0.2)
-        say("thread")
+        note("thread")
 
-    atexit.register(say, "atexit")
+    atexit.register(note, "atexit")
     threading.Thread(target=thread).start()
 
 
@@ -110,7 +110,7 @@ def save_with_a_short_limit() -> Any:
     begun = time.monotonic()
     try:
         return ranks.agree("save")
-    except Exception as error:  # noqa: BLE001 - looked at by the test
+    except Exception as error:  # noqa: BLE001 - the test inspects it
         return str(error), time.monotonic() - begun
 
 
@@ -122,7 +122,7 @@ def named_point() -> float:
 
 
 def write_file(folder: Path, size: int) -> float:
-    """A file through this rank's disk, as the engine writes one; the seconds it took."""
+    """Write a file through this rank's disk, as the engine does. Returns the seconds that it took."""
     own = disk()
     begun = time.monotonic()
     path = folder / os.environ["RANK"]
@@ -140,13 +140,13 @@ def lose_the_store() -> str:
     ranks = Ranks.detect(timedelta(minutes=5))
     ranks.agree("all are here")
     begun = time.monotonic()
-    said = []
+    messages = []
 
     def work(name: str) -> None:
         try:
             ranks.agree(name, lambda: time.sleep({"stop": 0.5, "save": 60}[name] if ranks.rank == 0 else 0))
         except StoreLost as error:
-            said.append(str(error))
+            messages.append(str(error))
 
     threads = [threading.Thread(target=work, args=(name,)) for name in ("save", "stop")]
     for thread in threads:
@@ -154,8 +154,8 @@ def lose_the_store() -> str:
     for thread in threads:
         thread.join()
     assert time.monotonic() - begun < 20
-    assert len(said) == 2
-    return said[0]
+    assert len(messages) == 2
+    return messages[0]
 
 
 def detect_twice() -> Any:
@@ -169,7 +169,7 @@ def detect_twice() -> Any:
 def detect_or_say_why() -> Any:
     try:
         return Ranks.detect(LIMIT).world_size
-    except Exception as error:  # noqa: BLE001 - looked at by the test
+    except Exception as error:  # noqa: BLE001 - the test inspects it
         return type(error).__name__, str(error)
 
 
