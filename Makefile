@@ -13,7 +13,7 @@ export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo picture lint format test test-torch test-transformers test-datasets bench soak clean
+.PHONY: help setup demo picture lint format test test-fast test-torch test-transformers test-datasets bench soak clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/' | expand -t 26
@@ -46,8 +46,11 @@ format: $(READY)  ## Put the code into its usual form
 	$(BIN)/ruff check --fix .
 
 # One thread in each process: ranks of a test share the cores, as under torchrun, and threads that spin for them are slow.
-test: $(READY)  ## All tests
+test: $(READY)  ## All tests: unit, integration, power cuts (minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+
+test-fast: $(READY)  ## The unit tests without the slow ones: less than 2 minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not slow' tests/unit
 
 # What goes with a version of torch, or of transformers, is resolved anew.
 TORCH = .venv-torch-$(VERSION)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,26 @@ import torch
 from reprieve.launcher_protocol import Listener
 from reprieve.progress import publisher
 from tests.support.helpers import FakeClock
+
+
+SLOW = (
+    "checkpoint/restore/test_bitflips.py",
+    "checkpoint/save/test_property.py",
+    "data/test_accelerate_loader.py",
+    "data/test_hf_streams.py",
+    "data/test_torch_loader.py",
+    "data/test_workers.py",
+    "launch/import_hook/test_finder.py",
+    "ranks/test_stores.py",
+)
+"""Modules that take more than 15 s: `make test-fast` leaves them out."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(here) and item.path.relative_to(here).as_posix() in SLOW:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture
@@ -20,7 +41,7 @@ def clock() -> FakeClock:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Publishers wait for their sinks as long as a busy machine needs."""
-    monkeypatch.setattr(publisher, "_CLOSE_S", 30.0)
+    monkeypatch.setattr(publisher, "_CLOSE_TIMEOUT_S", 30.0)
 
 
 @pytest.fixture
