@@ -1,4 +1,4 @@
-"""The header of a safetensors file, read through the verifying reader: which tensor is where."""
+"""Reads the header of a safetensors file through the verifying reader: the location of each tensor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HEADER_LIMIT = 100_000_000  # safetensors' own
 
 @dataclass(slots=True)
 class TensorLocation:
-    """Where a tensor's bytes are."""
+    """The place of a tensor's bytes in a file."""
 
     file: CheckpointFile
     start: int
@@ -24,11 +24,12 @@ class TensorLocation:
 
 
 def read_header(file: CheckpointFile) -> tuple[dict[str, TensorLocation], dict[str, str]]:
+    """The location of each tensor, and the metadata of the file."""
     length = int.from_bytes(file.read(0, min(8, file.size)), "little")
     if not 2 <= length <= min(_HEADER_LIMIT, file.size - 8):
         raise file.bad("has no safetensors header")
     base = 8 + length
-    places: dict[str, TensorLocation] = {}
+    locations: dict[str, TensorLocation] = {}
     try:
         header = json.loads(file.read(8, base))
         metadata = header.pop("__metadata__", {})
@@ -37,7 +38,7 @@ def read_header(file: CheckpointFile) -> tuple[dict[str, TensorLocation], dict[s
             dtype, shape = DTYPES[entry["dtype"]], torch.Size(entry["shape"])
             if not 0 <= start <= stop <= file.size - base or stop - start != shape.numel() * dtype.itemsize:
                 raise file.bad(f"has impossible offsets for {key}")
-            places[key] = TensorLocation(file, base + start, dtype, shape)
+            locations[key] = TensorLocation(file, base + start, dtype, shape)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise file.bad(f"has a header that is not readable: {error!r}") from error
-    return places, metadata
+    return locations, metadata

@@ -1,4 +1,4 @@
-"""Which saved storages can be read straight into live memory: a saved tree beside a live one.
+"""Finds the saved storages that can be read straight into live memory, by comparing a saved tree with a live one.
 
 A pickled tree is loaded twice: first with storages that have no memory, to learn its structure and find the live
 tensors that match it, then with the storages that the bytes are read into.
@@ -19,7 +19,7 @@ from reprieve.checkpoint.restore.torch_reader import TorchFile
 
 
 def matching_storages(file: TorchFile, live: Any) -> dict[str, torch.UntypedStorage]:
-    """Live storages that saved ones can be read into: the same place in the tree, the same type, shape and layout."""
+    """The live storages that saved ones can be read into: same path in the tree, same type, shape and layout."""
     tensors = dict(tensors_in(live))
     if not tensors:
         return {}
@@ -43,11 +43,11 @@ def matching_storages(file: TorchFile, live: Any) -> dict[str, torch.UntypedStor
 def sharded_storages(
     file: TorchFile, params: Sequence[torch.Tensor]
 ) -> dict[str, tuple[tuple[Any, ...], torch.Tensor]]:
-    """Of an optimizer's saved state: the storages that belong to parameters that are spread over ranks, each with its
-    place in the tree and the parameter. An optimizer that has made no step yet has no state to match them with."""
+    """The storages of an optimizer's saved state that belong to sharded parameters, each with its path in the tree and
+    the parameter. An optimizer that has made no step yet has no live state to match them with."""
     if not any(is_sharded(param) for param in params):
         return {}
-    found: dict[str, tuple[tuple[Any, ...], torch.Tensor]] = {}
+    storages: dict[str, tuple[tuple[Any, ...], torch.Tensor]] = {}
     tree, key_of = _structure(file)
     for path, saved in tensors_in(tree):
         if len(path) < 3 or path[0] != "state" or not isinstance(path[1], int) or path[1] >= len(params):
@@ -55,12 +55,12 @@ def sharded_storages(
         param, key = params[path[1]], key_of(saved)
         whole = saved.is_contiguous() and saved.nbytes == saved.untyped_storage().nbytes()
         if key is not None and is_sharded(param) and saved.shape == param.shape and saved.ndim and whole:
-            found[key] = (path, param)
-    return found
+            storages[key] = (path, param)
+    return storages
 
 
 def with_tensors(tree: Any, tensors: Mapping[tuple[Any, ...], torch.Tensor], path: tuple[Any, ...] = ()) -> Any:
-    """The tree with the tensors at these places."""
+    """The tree, with the tensors at these paths replaced."""
     if path in tensors:
         return tensors[path]
     if isinstance(tree, dict):
@@ -71,16 +71,16 @@ def with_tensors(tree: Any, tensors: Mapping[tuple[Any, ...], torch.Tensor], pat
 
 
 def _structure(file: TorchFile) -> tuple[Any, Callable[[torch.Tensor], str | None]]:
-    """The tree with tensors that have no memory, and the key of each tensor's storage."""
-    held: dict[int, tuple[str, torch.UntypedStorage]] = {}
+    """The tree with tensors that have no memory, and a function that returns the key of a tensor's storage."""
+    keys: dict[int, tuple[str, torch.UntypedStorage]] = {}
 
     def storage(key: str, size: int, location: str) -> torch.UntypedStorage:
         out = meta_storage(key, size, location)
-        held[out._cdata] = (key, out)
+        keys[out._cdata] = (key, out)
         return out
 
     tree = file.load(once(storage))
-    return tree, lambda tensor: held.get(tensor.untyped_storage()._cdata, (None, None))[0]
+    return tree, lambda tensor: keys.get(tensor.untyped_storage()._cdata, (None, None))[0]
 
 
 def _same_layout(saved: torch.Tensor, live: torch.Tensor) -> bool:
@@ -97,12 +97,12 @@ def _same_layout(saved: torch.Tensor, live: torch.Tensor) -> bool:
 
 
 def once(storage: Storages) -> Storages:
-    """Tensors that were saved sharing a storage come back sharing it."""
-    seen: dict[str, torch.UntypedStorage] = {}
+    """The same function, called once per key: tensors that shared a storage when saved share it again."""
+    made: dict[str, torch.UntypedStorage] = {}
 
     def cached(key: str, size: int, location: str) -> torch.UntypedStorage:
-        if key not in seen:
-            seen[key] = storage(key, size, location)
-        return seen[key]
+        if key not in made:
+            made[key] = storage(key, size, location)
+        return made[key]
 
     return cached

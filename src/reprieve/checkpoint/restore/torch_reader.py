@@ -1,4 +1,4 @@
-"""A torch file read back through the verifying reader: storages straight into memory, the pickle without code."""
+"""Reads a torch file through the verifying reader: storages go straight into memory, the pickle runs no code."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from reprieve.errors import UnsafeState
 
 
 class TorchFile:
-    """The structure of a torch file: its pickle, and where each storage's bytes are."""
+    """A torch file in a checkpoint: its pickle, and the place of each storage's bytes."""
 
     def __init__(self, file: CheckpointFile) -> None:
         self.file = file
         try:
             with zipfile.ZipFile(_Window(file)) as archive:
-                self._ours = archive.comment == ARCHIVE_COMMENT
+                self._is_reprieve_file = archive.comment == ARCHIVE_COMMENT
                 self._records = {info.filename.split("/", 1)[-1]: info for info in archive.infolist()}
         except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
             raise file.bad(f"is not a torch file: {error}") from error
         self.pickled = file.read(*self.range("data.pkl"))
 
     def range(self, name: str) -> tuple[int, int]:
-        """Bytes [start, stop) of the file that a record's data takes."""
+        """The range [start, stop) of a record's data in the file."""
         info = self._records.get(name)
         if info is None:
             raise self.file.bad(f"has no record {name}")
         if info.compress_type != zipfile.ZIP_STORED:
             raise self.file.bad(f"has a compressed record {name}")
-        if self._ours:
+        if self._is_reprieve_file:
             start = data_offset(info.header_offset, len(info.filename.encode()), info.file_size)
         else:
             header = self.file.read(info.header_offset, info.header_offset + 30)
@@ -53,7 +53,7 @@ class TorchFile:
             raise self.file.bad(f"is refused: {error}") from error
 
     def validate(self, sparse: list[torch.Tensor]) -> None:
-        """Once the storages are filled: indices may point anywhere, and could have others' memory read."""
+        """Check sparse tensors once their storages are filled: bad indices could read memory of other objects."""
         torch._utils._sparse_tensors_to_validate.extend(sparse)
         try:
             with torch.sparse.check_sparse_tensor_invariants():
@@ -62,7 +62,7 @@ class TorchFile:
             raise self.file.bad(f"has an impossible sparse tensor: {error}") from error
 
     def read_into(self, key: str, storage: torch.UntypedStorage) -> None:
-        """Let the reader fill the storage with the bytes of record `key`."""
+        """Have the reader fill the storage with the bytes of record `key`."""
         start, stop = self.range(f"data/{key}")
         if stop - start != storage.nbytes():
             raise self.file.bad(f"has {stop - start} bytes for storage {key}; its pickle says {storage.nbytes()}")
