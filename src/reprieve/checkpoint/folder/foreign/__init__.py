@@ -1,4 +1,4 @@
-"""Checkpoints that other tools wrote: valid only after every file was opened and read, and nothing in it was run."""
+"""Checks checkpoints of other tools: valid once every file was opened and read. Nothing in them is run."""
 
 from reprieve.checkpoint.folder.foreign.checker import check_foreign
 from reprieve.checkpoint.folder.foreign.torch_zip import unsafe_globals

@@ -1,12 +1,12 @@
-"""The check of a checkpoint folder that has no Reprieve manifest, before anything resumes from it.
+"""Checks a checkpoint folder that has no Reprieve manifest, before a run resumes from it.
 
-Stock transformers, `torch.save`, safetensors, DCP and DeepSpeed leave no record of what they wrote: such a folder
-counts as valid only after every file in it was opened and read, and is what its format says it is. Here are the rules
-for the folder; `files`, `torch_zip` and `dcp` check one file, `deepspeed` knows which it has. Nothing is unpickled, not
-even with weights_only.
+Stock transformers, `torch.save`, safetensors, DCP and DeepSpeed leave no record of what they wrote. Such a folder is
+valid only if every file in it can be read and conforms to its format. This module has the rules for the folder;
+`file_reader`, `torch_zip` and `dcp` check single files, `deepspeed` knows DeepSpeed's file names. Nothing is unpickled,
+not even with weights_only.
 
-What this cannot see, because the formats hold nothing to compare with: changed bits in safetensors data, in torch
-files written with CRCs switched off, in texts, and JSON that changed into other JSON.
+The formats hold nothing to detect these with: changed bits in safetensors data, in torch files written with CRCs
+switched off and in text files, and JSON that changed into other valid JSON.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ _OPTIMIZER_FILES = ("optimizer.pt", "optimizer.bin", "optimizer_0/.metadata")
 
 
 def check_foreign(folder: Path, *, progress: Callable[[int], None] | None = None) -> None:
-    """Raise InvalidCheckpoint(reason, path=folder) with the first thing wrong; progress is called with bytes read.
+    """Raise InvalidCheckpoint(reason, path=folder) with the first problem. `progress` is called with the bytes read.
 
-    The calls of `progress` add up to the sizes of all files. What only names and small files can tell comes first.
+    The calls of `progress` add up to the sizes of all files. Checks of names and small files come first.
     """
     try:
         root = folder.resolve(strict=True)
@@ -64,16 +64,16 @@ def check_foreign(folder: Path, *, progress: Callable[[int], None] | None = None
 
 
 class _Check:
-    """One pass over one folder; files are named by their path from its root, with slashes."""
+    """One pass over one folder. Files are named by their path from its root, with slashes."""
 
     def __init__(self, root: Path, files: list[str], progress: Callable[[int], None] | None) -> None:
         self.root = root
         self.files = dict.fromkeys(files)
         self.progress = progress
         self.tensors: dict[str, frozenset[str]] = {}
-        """Names in the header of each safetensors file."""
+        """The names in the header of each safetensors file."""
         self.regions: dict[str, list[Region]] = {}
-        """Items in each `.distcp` file."""
+        """The items in each `.distcp` file."""
 
     def run(self) -> None:
         if not self.files:
@@ -85,7 +85,7 @@ class _Check:
             if deepspeed.partition(self.files) is None:
                 _check_trainer_files(self.files)
             elif deepspeed.LATEST not in self.files:
-                raise InvalidCheckpoint("latest is missing: a save of DeepSpeed's that never finished")
+                raise InvalidCheckpoint("latest is missing: a DeepSpeed save that never finished")
             else:
                 self._open(deepspeed.LATEST, self._check_latest, count=False)
             _check_random_numbers(self.files)
@@ -128,9 +128,9 @@ class _Check:
             file.read_through(0, file.size)
 
     def _json(self, name: str) -> object:
-        found: list[object] = []
-        self._open(name, lambda _, file: found.append(parse_json(file.read(0, file.size))), count=False)
-        return found[0]
+        values: list[object] = []
+        self._open(name, lambda _, file: values.append(parse_json(file.read(0, file.size))), count=False)
+        return values[0]
 
     def _check_trainer_state(self) -> None:
         match self._json("trainer_state.json"):
@@ -143,18 +143,18 @@ class _Check:
             raise InvalidCheckpoint(f"trainer_state.json is from step {step}, the folder's name says {named[1]}")
 
     def _check_latest(self, name: str, file: FileReader) -> None:
-        """It names the folder in which DeepSpeed goes on."""
+        """Check the folder that `latest` names: DeepSpeed resumes from it."""
         tag = file.read(0, file.size).decode(errors="replace").strip()
-        saved = deepspeed.partition(one for one in self.files if one.startswith(f"{tag}/"))
+        saved = deepspeed.partition(file_name for file_name in self.files if file_name.startswith(f"{tag}/"))
         if saved is None:
-            raise InvalidCheckpoint(f"it names {tag!r}, and there is no model in there")
-        ranks = sum(Path(one).match("rng_state*.pth") and "/" not in one for one in self.files)
+            raise InvalidCheckpoint(f"it names {tag!r}, and there is no model in that folder")
+        ranks = sum(_is_rng_file(file_name) for file_name in self.files)
         for what, count in (("the optimizer", saved.optimizers), ("the model", saved.models)):
             if count not in (0, ranks):
-                raise InvalidCheckpoint(f"{tag} holds {count} parts of {what}, of {ranks} ranks")
+                raise InvalidCheckpoint(f"{tag} holds {count} parts of {what}, and {ranks} ranks saved it")
 
     def _read_index(self, name: str) -> dict[str, str]:
-        """Which file holds each weight, after all of them were seen to be there."""
+        """The file of each weight, all of which are there."""
         match self._json(name):
             case {"weight_map": dict(weights)} if weights:
                 pass
@@ -185,7 +185,7 @@ class _Check:
             self.regions.setdefault(self._beside(name, region.file_name), []).append(region)
 
     def _beside(self, name: str, other: str) -> str:
-        """The file that `name` calls `other`."""
+        """The file that `name` refers to as `other`."""
         if other.startswith("/") or ".." in other.split("/"):
             raise InvalidCheckpoint(f"{name}: not trusted, it names {other!r}, which is outside the folder")
         if (beside := _parent(name) + other) not in self.files:
@@ -194,7 +194,7 @@ class _Check:
 
 
 def _regular_files(root: Path) -> Iterator[str]:
-    """Every file below root; a link that stays inside counts as one. Raises at what is no file and no folder."""
+    """Every file below root; a link that stays inside counts as one. Raises for anything but files and folders."""
     folders = [root]
     while folders:
         for path in folders.pop().iterdir():
@@ -206,7 +206,7 @@ def _regular_files(root: Path) -> Iterator[str]:
                     raise InvalidCheckpoint(f"{name} is a link that leaves the folder: copy the file in its place")
                 if target.is_file():
                     yield name
-                elif not target.is_dir():  # a folder inside is visited under its own name
+                elif not target.is_dir():  # a folder inside root is visited under its own name
                     raise InvalidCheckpoint(f"{name} is a link to nothing")
             elif stat.S_ISDIR(mode):
                 folders.append(path)
@@ -217,7 +217,7 @@ def _regular_files(root: Path) -> Iterator[str]:
 
 
 def _check_trainer_files(files: Collection[str]) -> None:
-    """What transformers.Trainer needs to resume; without some of these it would only warn and train on."""
+    """Check for what transformers.Trainer needs to resume. Without some of it, a Trainer would warn and train on."""
     has_adapter = any(name.count("/") <= 1 and _base(name) in _ADAPTER_FILES for name in files)
     if not has_adapter and not any(name in files for name in _MODEL_FILES):
         raise InvalidCheckpoint("the model is missing (no model.safetensors, shards, adapter or DCP folder)")
@@ -228,13 +228,17 @@ def _check_trainer_files(files: Collection[str]) -> None:
 
 
 def _check_random_numbers(files: Collection[str]) -> None:
-    if not any(Path(name).match("rng_state*.pth") and "/" not in name for name in files):
+    if not any(_is_rng_file(name) for name in files):
         raise InvalidCheckpoint("rng_state.pth is missing")
+
+
+def _is_rng_file(name: str) -> bool:
+    return "/" not in name and Path(name).match("rng_state*.pth")
 
 
 def _allowed_globals(base: str) -> Collection[str] | None:
     if base == "training_args.bin":
-        return None  # never unpickled: the arguments of the running script count
+        return None  # never unpickled: a resume uses the arguments of the running script
     if deepspeed.is_states(base):
         return deepspeed.GLOBALS
     return NUMPY_RNG_GLOBALS if Path(base).match("rng_state*.pth") else ()
@@ -245,5 +249,5 @@ def _base(name: str) -> str:
 
 
 def _parent(name: str) -> str:
-    """The folder it is in, with the slash; nothing for the root itself."""
+    """The folder of a file, with the slash; empty for a file in the root."""
     return name[: len(name) - len(_base(name))]

@@ -1,8 +1,8 @@
-"""The structural check of a DCP checkpoint: `.metadata` says what lies where in the `.distcp` files beside it.
+"""Checks the structure of a DCP checkpoint: `.metadata` says where each item is in the `.distcp` files beside it.
 
-Each item is a whole `torch.save` archive, one after the other, so each has its CRCs. `.metadata` itself has none: a
-changed bit in it can move an item (found) or rename one (not found). Items that went through a transform
-(compression, encryption) are only read through.
+Each item is a whole `torch.save` archive with its own CRCs. `.metadata` itself has none: a changed bit in it can move
+an item, which is detected, or rename one, which is not. Items that went through a transform (compression, encryption)
+are read, but not checked.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ METADATA_GLOBALS = re.compile(
     r"|torch\.(Size|serialization\._get_layout|bool|(u?int|b?float|complex|qu?int|bits)\d\w*)"
     r"|collections\.OrderedDict|pathlib\.(_local\.)?(Pure)?(Posix|Windows)Path"
 )
-"""All that DCP itself puts into `.metadata`, which its reader unpickles without any check. By full name: under a
-module's name alone `os.system` could be reached through the module's own imports."""
+"""All globals that DCP itself puts into `.metadata`, which its reader unpickles without any check. By full name: a rule
+for a whole module would allow `os.system` through the module's own imports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +35,16 @@ class Region:
     offset: int
     length: int
     plain: bool
-    """False where a transform (compression, encryption) was applied: then it can only be read through."""
+    """False if a transform (compression, encryption) was applied: the item can be read, but not checked."""
 
 
 def check_dcp_metadata(file: FileReader) -> list[Region]:
-    """What `.metadata` says lies where. DCP writes it last, so that its absence means a save that never finished."""
-    found = scan_pickle(file.read(0, file.size))
-    if strange := sorted(name for name in found.globals if not METADATA_GLOBALS.fullmatch(name)):
-        raise InvalidCheckpoint(f"not trusted: loading it would run {', '.join(strange)}")
+    """The items that `.metadata` lists. DCP writes it last: a save without it never finished."""
+    scan = scan_pickle(file.read(0, file.size))
+    if not_allowed := sorted(name for name in scan.globals if not METADATA_GLOBALS.fullmatch(name)):
+        raise InvalidCheckpoint(f"not trusted: loading it would run {', '.join(not_allowed)}")
     regions = []
-    for attributes in found.regions:
+    for attributes in scan.regions:
         match attributes:
             case {"relative_path": str(name), "offset": int(offset), "length": int(length)} if min(offset, length) >= 0:
                 regions.append(Region(name, offset, length, attributes.get("transform_descriptors") is None))
@@ -54,7 +54,7 @@ def check_dcp_metadata(file: FileReader) -> list[Region]:
 
 
 def check_distcp(file: FileReader, regions: Collection[Region]) -> None:
-    """One `.distcp` file, given its items. Bytes that no item claims (older saves' leftovers) are only read."""
+    """Check one `.distcp` file. Bytes outside of its items (leftovers of older saves) are only read."""
     at = 0
     for region in sorted(regions, key=lambda region: region.offset):
         end = region.offset + region.length

@@ -1,7 +1,7 @@
-"""Reading files of unknown origin through: the reader, and the checks of safetensors and JSON.
+"""Reads files of unknown origin, and checks safetensors and JSON files.
 
-Used by `foreign` for checkpoints that have no manifest. Each check raises InvalidCheckpoint with a reason that does
-not name the file; `foreign` adds the name. No torch here.
+Used by `checker` for checkpoints that have no manifest. Each check raises InvalidCheckpoint with a reason that does not
+name the file; `checker` adds the name. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _DTYPE_BITS = {
     "F8_E4M3FNUZ": 8,
     "F8_E5M2FNUZ": 8,
 }
-"""As of safetensors 0.8. A type not listed is refused: it is far more often a flipped bit than a new type."""
+"""As of safetensors 0.8. Other types are refused: a flipped bit is far more likely than a new type."""
 
 
 class FileReader:
-    """One open file. `progress` is told the bytes as they are read; per file the calls add up to its size."""
+    """One open file. `progress` is called with the bytes as they are read; the calls add up to the file's size."""
 
     def __init__(self, path: Path, progress: Callable[[int], None] | None = None) -> None:
         self._file = path.open("rb", buffering=0)
@@ -63,29 +63,29 @@ class FileReader:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._file.close()
-        if error is None:  # headers and padding
+        if error is None:  # headers and padding, which were not reported
             self._report(self.size - self._reported)
 
     def read(self, offset: int, size: int) -> bytes:
-        """Exactly these bytes, in memory."""
+        """Exactly these bytes; InvalidCheckpoint if the file does not have them."""
         if offset < 0 or size < 0 or offset + size > self.size:
-            raise InvalidCheckpoint(f"bytes {offset} to {offset + size} are needed, it has {self.size}")
+            raise InvalidCheckpoint(f"bytes {offset} to {offset + size} are needed, the file has {self.size}")
         data = bytearray(size)
         self._read_into(memoryview(data), offset)
         return bytes(data)
 
     def chunks(self, offset: int, size: int) -> Iterator[memoryview]:
-        """These bytes piece by piece; a piece is good until the next one."""
+        """These bytes in chunks, each valid until the next one is read."""
         while size:
-            piece = self._buffer[: min(size, len(self._buffer))]
-            self._read_into(piece, offset)
-            self._report(len(piece))
-            yield piece
-            offset += len(piece)
-            size -= len(piece)
+            chunk = self._buffer[: min(size, len(self._buffer))]
+            self._read_into(chunk, offset)
+            self._report(len(chunk))
+            yield chunk
+            offset += len(chunk)
+            size -= len(chunk)
 
     def read_through(self, offset: int, size: int) -> None:
-        """Only to see that the storage can still give these bytes."""
+        """Read these bytes only to see that the storage can still return them."""
         for _ in self.chunks(offset, size):
             pass
 
@@ -94,7 +94,7 @@ class FileReader:
         while done < len(into):
             count = os.preadv(self._fd, [into[done:]], offset + done)
             if count == 0:
-                raise InvalidCheckpoint(f"it ended at byte {offset + done} while it was read")
+                raise InvalidCheckpoint(f"the file ended at byte {offset + done} while it was read")
             done += count
 
     def _report(self, count: int) -> None:
@@ -104,10 +104,10 @@ class FileReader:
 
 
 def check_safetensors(file: FileReader) -> frozenset[str]:
-    """The names of its tensors, after the header was checked and every byte was read.
+    """Check the header and read every byte. Returns the names of the tensors.
 
     The format has no checksum: a changed bit in the tensors' bytes, in a tensor's name or in the free-text metadata
-    cannot be seen.
+    cannot be detected.
     """
     if file.size < 8:
         raise InvalidCheckpoint(f"cut short: {file.size} bytes, the safetensors header alone has 8 or more")
@@ -126,7 +126,7 @@ def check_safetensors(file: FileReader) -> frozenset[str]:
             raise InvalidCheckpoint(f"damaged: tensor {name!r} starts at {begin}, the one before it ends at {at}")
         at = end
     if 8 + length + at != file.size:
-        raise InvalidCheckpoint(f"cut short or overlong: {file.size} bytes, its header tells of {8 + length + at}")
+        raise InvalidCheckpoint(f"cut short or overlong: {file.size} bytes, its header describes {8 + length + at}")
     file.read_through(8 + length, at)
     return frozenset(header)
 
@@ -147,7 +147,7 @@ def _tensor_range(name: str, entry: object) -> tuple[int, int, str]:
 
 
 def parse_json(data: bytes, *, unique_keys: bool = False) -> object:
-    """The value; NaN and Infinity are let through, as transformers writes them into its logs."""
+    """Parse JSON. NaN and Infinity are accepted: transformers writes them into its logs."""
     try:
         return json.loads(data.decode(), object_pairs_hook=_unique if unique_keys else None)
     except (ValueError, RecursionError) as error:
@@ -155,7 +155,7 @@ def parse_json(data: bytes, *, unique_keys: bool = False) -> object:
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    items = dict(pairs)
+    if len(items) != len(pairs):
         raise ValueError("a name appears twice")
-    return found
+    return items

@@ -1,7 +1,7 @@
 """Reads a pickle without unpickling it: which globals it names, which storages it refers to.
 
-The pickle of a stranger is a program. Here it is only walked, opcode by opcode, with a stack of plain strings, numbers
-and tuples in which everything a program could build is one opaque object. Nothing is imported, nothing is called.
+A pickle is a program. This module only walks through it, opcode by opcode, with a stack of plain strings, numbers and
+tuples, on which one opaque object stands for everything that the program could build. It imports and calls nothing.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class PickleScan:
     """Tuples of strings, numbers and `Global`s; for torch `("storage", Global, key, location, count)`."""
 
     regions: list[dict[str, object]] = field(default_factory=list)
-    """Attributes of objects that have a `relative_path`: in DCP's metadata, what lies where in which file."""
+    """Attributes of objects that have a `relative_path`: in DCP's metadata, the place of each item."""
 
 
 def scan_pickle(data: bytes) -> PickleScan:
-    """Raises InvalidCheckpoint where the bytes are not one whole pickle."""
+    """Scan one pickle; InvalidCheckpoint if the bytes are not one whole pickle."""
     try:
         return _Walker().walk(data)
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, struct.error) as error:
@@ -50,8 +50,10 @@ def scan_pickle(data: bytes) -> PickleScan:
 
 
 class _Walker:
+    """A pickle machine whose stack holds plain values and opaque stand-ins."""
+
     def __init__(self) -> None:
-        self.found = PickleScan()
+        self.scan = PickleScan()
         self.stack: list[object] = []
         self.memo: dict[object, object] = {}
 
@@ -62,7 +64,7 @@ class _Walker:
             last = position or 0
         if last + 1 != len(data):
             raise ValueError(f"{len(data) - last - 1} bytes after its end")
-        return self.found
+        return self.scan
 
     def step(self, opcode: pickletools.OpcodeInfo, argument: object) -> None:
         stack = self.stack
@@ -97,23 +99,23 @@ class _Walker:
             case "EXT1" | "EXT2" | "EXT4":
                 stack.append(self.name_global("copyreg extension", str(argument)))
             case "PERSID":
-                self.found.persistent_ids.append(argument)
+                self.scan.persistent_ids.append(argument)
                 stack.append(_OPAQUE)
             case "BINPERSID":
-                self.found.persistent_ids.append(stack.pop())
+                self.scan.persistent_ids.append(stack.pop())
                 stack.append(_OPAQUE)
             case "SETITEMS":
                 items = self.pop_to_mark()
                 if "relative_path" in items[::2]:
                     pairs = zip(items[::2], items[1::2], strict=True)
-                    self.found.regions.append({key: value for key, value in pairs if isinstance(key, str)})
+                    self.scan.regions.append({key: value for key, value in pairs if isinstance(key, str)})
             case _:
                 self.apply(opcode, argument)
 
     def name_global(self, module: object, name: object) -> Global:
         if not isinstance(module, str) or not isinstance(name, str):
-            raise TypeError("a global whose name is computed")
-        self.found.globals.add(f"{module}.{name}")
+            raise TypeError("a global with a computed name")
+        self.scan.globals.add(f"{module}.{name}")
         return Global(f"{module}.{name}")
 
     def pop_to_mark(self) -> list[object]:
@@ -127,7 +129,7 @@ class _Walker:
         return items
 
     def apply(self, opcode: pickletools.OpcodeInfo, argument: object) -> None:
-        """Any other opcode, by what pickletools says that it takes off the stack and puts on it."""
+        """Any other opcode: pop and push as many values as pickletools documents for it."""
         before = opcode.stack_before
         if pickletools.markobject in before:
             self.pop_to_mark()

@@ -1,10 +1,10 @@
-"""The structural check of a `torch.save` archive: a file of its own, or one of many in a `.distcp` file.
+"""Checks the structure of a `torch.save` archive: a whole file, or one of many archives in a `.distcp` file.
 
-A zip as torch writes it: records stored, never compressed, `top/data.pkl` beside `top/data/<key>`. Python's zipfile is
-forgiving (it steps over leading bytes, ignores counts and what follows the end) and reads one archive per file; a
-check has to be strict and to find one among many, so the directory is read here. Every bit that decides what
-`torch.load` reads is covered: directory and local headers against each other, data by CRC-32, storages against
-data.pkl. Not covered, as nothing reads them: dates, attributes, versions, padding and a comment's text.
+torch writes a zip whose records are stored, never compressed: `top/data.pkl` beside `top/data/<key>`. Python's zipfile
+is lenient (it skips leading bytes, ignores counts and what follows the end) and reads one archive per file. A check has
+to be strict and to find one archive among many, so this module reads the directory itself. It covers every bit that
+decides what `torch.load` reads: directory against local headers, data by CRC-32, storages against data.pkl. It does not
+cover what no reader uses: dates, attributes, versions, padding and a comment's text.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NUMPY_RNG_GLOBALS = frozenset(
         "numpy.dtypes.UInt32DType",
     }
 )
-"""What numpy's RNG state in a stock `rng_state.pth` is made of; transformers allow-lists the same."""
+"""The globals of numpy's RNG state in a stock `rng_state.pth`; transformers allows the same."""
 
 _ITEM_BYTES = {
     "Double": 8,
@@ -74,7 +74,8 @@ def unsafe_globals(path: Path) -> list[str]:
 
 
 def check_torch_file(file: FileReader, *, allowed: Collection[str] | None = ()) -> None:
-    """`allowed`: globals to accept beside what weights_only accepts; None where the file is never unpickled."""
+    """Check a torch.save file. `allowed`: globals to accept beside what weights_only accepts; None if the file is never
+    unpickled."""
     magic = file.read(0, min(4, file.size))
     if magic[:1] == b"\x80":
         raise InvalidCheckpoint(
@@ -87,13 +88,13 @@ def check_torch_file(file: FileReader, *, allowed: Collection[str] | None = ()) 
 
 
 def check_other_zip(file: FileReader, path: Path) -> None:
-    """A zip that no name marks as torch's: torch's rules if it is one all the same, else only its CRCs (.npz)."""
+    """Check a zip whose name is not torch's: as a torch.save file if it is one, otherwise only its CRCs (.npz)."""
     try:
         with zipfile.ZipFile(path) as archive:
             is_torch = any(name.endswith("/data.pkl") for name in archive.namelist())
             damaged = None if is_torch else archive.testzip()
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a place before the start of the file, which a damaged directory names
+        if error.errno != errno.EINVAL:  # a damaged directory names an offset before the start of the file
             raise
         raise InvalidCheckpoint(f"damaged or cut short: {error}") from error
     except (
@@ -116,6 +117,8 @@ def check_other_zip(file: FileReader, path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Record:
+    """One entry of the zip directory."""
+
     name: str
     raw_name: bytes
     flags: int
@@ -125,7 +128,7 @@ class _Record:
 
 
 def check_archive(file: FileReader, start: int, stop: int, *, allowed: Collection[str] | None) -> None:
-    """The bytes from start to stop are one whole torch.save archive."""
+    """Check that the bytes from start to stop are one whole torch.save archive."""
     records, directory_at = _read_directory(file, start, stop)
     tops = {name.partition("/")[0] for name in records}
     if len(tops) != 1:
@@ -141,25 +144,25 @@ def check_archive(file: FileReader, start: int, stop: int, *, allowed: Collectio
     pickled = file.read(data_at[pickled_record.name], pickled_record.size)
     _check_storages(scan_pickle(pickled), {name[len(top) + 1 :]: record.size for name, record in records.items()})
     if allowed is not None:
-        # Only the pickle, as an archive of its own: the rest may be a part of a file, or many gigabytes.
-        alone = io.BytesIO()
-        with zipfile.ZipFile(alone, "w") as archive:
+        # Only the pickle, as an archive of its own: the archive may be a part of a file, or many gigabytes.
+        pickle_only = io.BytesIO()
+        with zipfile.ZipFile(pickle_only, "w") as archive:
             archive.writestr("archive/data.pkl", pickled)
             archive.writestr("archive/version", "3\n")
-        alone.seek(0)
-        if refused := [name for name in _unsafe_globals(alone) if name not in allowed]:
+        pickle_only.seek(0)
+        if refused := [name for name in _unsafe_globals(pickle_only) if name not in allowed]:
             raise InvalidCheckpoint(f"not trusted: loading it would run {', '.join(refused)}")
 
 
 def _read_directory(file: FileReader, start: int, stop: int) -> tuple[dict[str, _Record], int]:
-    """The records by name, and where the directory begins."""
-    # The last one counts, as for torch's reader; torch leaves no comment behind it, our own writer a short one.
+    """The records by name, and the offset of the directory."""
+    # The last end record counts, as for torch's reader. torch writes no comment behind it, Reprieve a short one.
     tail = file.read(max(start, stop - 22 - _MAX16), min(stop - start, 22 + _MAX16))
-    found = tail.rfind(b"PK\x05\x06", 0, max(0, len(tail) - 18))
-    if found < 0:
+    end_at = tail.rfind(b"PK\x05\x06", 0, max(0, len(tail) - 18))
+    if end_at < 0:
         raise InvalidCheckpoint("damaged or cut short: no zip directory at its end")
-    at = stop - len(tail) + found
-    disk, first_disk, count_here, count, length, offset, comment = struct.unpack_from("<4x4H2IH", tail, found)
+    at = stop - len(tail) + end_at
+    disk, first_disk, count_here, count, length, offset, comment = struct.unpack_from("<4x4H2IH", tail, end_at)
     if at + 22 + comment != stop:
         raise InvalidCheckpoint("damaged or cut short: the zip end record is not at its end")
     if at - 20 >= start and (locator := file.read(at - 20, 20)).startswith(b"PK\x06\x07"):
@@ -170,7 +173,7 @@ def _read_directory(file: FileReader, start: int, stop: int) -> tuple[dict[str, 
         short = (disk, first_disk, count_here, count, length, offset)
         limits = (_MAX16, _MAX16, _MAX16, _MAX16, _MAX32, _MAX32)
         if (magic, size) != (b"PK\x06\x06", 44) or any(
-            few not in (many, limit) for few, many, limit in zip(short, numbers, limits, strict=True)
+            value not in (value64, limit) for value, value64, limit in zip(short, numbers, limits, strict=True)
         ):
             raise InvalidCheckpoint("damaged: the two zip end records differ")
         disk, first_disk, count_here, count, length, offset = numbers
@@ -183,7 +186,7 @@ def _read_directory(file: FileReader, start: int, stop: int) -> tuple[dict[str, 
     try:
         for _ in range(count):
             record, position = _parse_entry(directory, position)
-            if record.name.lower() in names:  # torch's zip reader may take either, and need not tell case
+            if record.name.lower() in names:  # torch's zip reader may take either, and ignore case
                 raise InvalidCheckpoint(f"damaged: record {record.name!r} is there twice")
             names.add(record.name.lower())
             records[record.name] = record
@@ -212,7 +215,7 @@ def _parse_entry(directory: bytes, at: int) -> tuple[_Record, int]:
 
 
 def _zip64(extra: bytes, *numbers: int) -> list[int]:
-    """Numbers that do not fit into 32 bits stand in the extra field, in this order."""
+    """The numbers, with those that do not fit into 32 bits taken from the extra field, which has them in this order."""
     if _MAX32 not in numbers:
         return list(numbers)
     at = 0
@@ -226,10 +229,10 @@ def _zip64(extra: bytes, *numbers: int) -> list[int]:
 
 
 def _check_records(file: FileReader, start: int, stop: int, records: list[_Record]) -> dict[str, int]:
-    """Where each record's data begins, after its header, its data and its place among the others were checked."""
+    """Check each record's header, data and position among the others. Returns the offset of each record's data."""
     # torch.serialization.set_crc32_options(False) leaves every CRC of an archive 0: then there is nothing to compare
-    # with, as with safetensors. If only some are 0, skip_data() wrote the archive with room for data to be filled in
-    # later, and no one can tell whether it was.
+    # with, as in safetensors. If only some are 0, skip_data() wrote the archive with room for data to be filled in
+    # later, and nothing shows whether that happened.
     without_crc = not any(record.crc for record in records)
     data_at: dict[str, int] = {}
     at = start
@@ -264,7 +267,7 @@ def _check_records(file: FileReader, start: int, stop: int, records: list[_Recor
 
 
 def _descriptor_length(data: bytes, record: _Record) -> int:
-    """miniz uses the long form for large records and for small ones beyond 4 GiB."""
+    """The length of a data descriptor. miniz uses the long form for large records, and beyond 4 GiB for small ones."""
     for sizes in ("2Q", "2I"):
         if sizes == "2Q" or record.size <= _MAX32:
             expected = struct.pack(f"<4sI{sizes}", b"PK\x07\x08", record.crc, record.size, record.size)
@@ -273,16 +276,16 @@ def _descriptor_length(data: bytes, record: _Record) -> int:
     raise InvalidCheckpoint(f"damaged: what follows record {record.name!r} is not what the directory says")
 
 
-def _check_storages(found: PickleScan, sizes: dict[str, int]) -> None:
-    for reference in found.persistent_ids:
+def _check_storages(scan: PickleScan, sizes: dict[str, int]) -> None:
+    for reference in scan.persistent_ids:
         match reference:
             case ("storage", Global(kind), str(key), _, int(count)) if count >= 0:
                 needed = count * _STORAGE_BYTES.get(kind, 0)
             case _:
                 raise InvalidCheckpoint("damaged: data.pkl refers to something that is not a storage")
         if sizes.get(f"data/{key}", -1) < needed:
-            have = f"has {sizes[f'data/{key}']}" if f"data/{key}" in sizes else "is missing"
-            raise InvalidCheckpoint(f"damaged: data.pkl needs {needed} bytes of record 'data/{key}', which {have}")
+            actual = f"has {sizes[f'data/{key}']}" if f"data/{key}" in sizes else "is missing"
+            raise InvalidCheckpoint(f"damaged: data.pkl needs {needed} bytes of record 'data/{key}', which {actual}")
 
 
 def _unsafe_globals(file: IO[bytes]) -> list[str]:
