@@ -13,7 +13,7 @@ from reprieve import ReprieveError
 from tests.powercut.rigs.loopfs import LoopDisk, why_unavailable
 from tests.powercut.rigs.promise import Job, check_promise
 
-SEEDS, CUTS = (range(1, 9), 1_250) if os.environ.get("REPRIEVE_SOAK") else (range(1, 3), 100)
+SEEDS, CUTS = (range(1, 9), 1_250) if os.environ.get("REPRIEVE_SOAK") else (range(1, 3), 50)
 
 pytestmark = [
     pytest.mark.root,

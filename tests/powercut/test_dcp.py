@@ -38,7 +38,7 @@ def save(path: Path, number: int, disk: Disk) -> None:
 
 def number_at(path: Path) -> int:
     """Which state a reader finds there, whole; 0 for none."""
-    if not save_folder.whole_at(path).exists():
+    if not save_folder.find_complete(path).exists():
         return 0
     found = state(0)
     try:

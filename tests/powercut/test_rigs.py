@@ -164,7 +164,8 @@ def test_several_processes_may_take_loop_devices_at_once() -> None:
     "rig", ["loopfs import LoopDisk", pytest.param("recorder import Recorder", marks=needs_recorder)]
 )
 def test_nothing_is_left_of_a_rig_whose_test_was_killed(rig: str) -> None:
-    code = f"from tests.powercut.rigs.{rig} as Rig\nimport sys\nwith Rig() as rig: print(rig.path, flush=True); sys.stdin.read()"
+    use = "with Rig() as rig: print(rig.path, flush=True); sys.stdin.read()"
+    code = f"from tests.powercut.rigs.{rig} as Rig\nimport sys\n{use}"
     with in_a_process(code) as process:
         assert process.stdout is not None
         path = Path(process.stdout.readline().strip())

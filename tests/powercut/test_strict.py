@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from reprieve.checkpoint.folder import commit, lease, paths
+from reprieve.checkpoint.folder import lease, paths, startup
 from reprieve.checkpoint.folder.catalog import list_checkpoints
 from reprieve.checkpoint.format.layout import bytes_layout
 from reprieve.checkpoint.format.manifest import read_manifest
@@ -144,7 +144,7 @@ def the_same_where_names_cannot_be_exchanged(root: Path, disk: Recording) -> Che
 
     def start_and_check(top: Path, marks: list[str]) -> None:
         if (top / "checkpoints").is_dir():
-            commit.clean_up(Disk(), top / "checkpoints")
+            startup.clean_up(Disk(), top / "checkpoints")
         check(top, marks)
 
     return start_and_check
@@ -153,7 +153,7 @@ def the_same_where_names_cannot_be_exchanged(root: Path, disk: Recording) -> Che
 def check_attempt(root: Path, marks: list[str]) -> None:
     """A start that is forgotten cannot fence anybody."""
     if "started" in marks:
-        record = json.loads((root / paths.OWNER_FOLDER / "owner.json").read_bytes())
+        record = json.loads((root / paths.LEASE_FOLDER / "owner.json").read_bytes())
         assert record["attempt"] >= marks.count("started")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import reprieve
-from reprieve.checkpoint.folder import commit
+from reprieve.checkpoint.folder import startup
 from reprieve.checkpoint.format.manifest import read_manifest
 from reprieve.storage.disk import Disk
 from tests.powercut.rigs.kernel import mount
@@ -136,7 +136,7 @@ def test_an_error_at_any_change_to_the_disk_when_a_checkpoint_is_replaced(exchan
             except reprieve.StorageError:
                 disk.left = None
                 if not exchange:
-                    commit.clean_up(disk, root)  # as the next start does
+                    startup.clean_up(disk, root)  # as the next start does
                 assert check_visible(root, 1) == 1
         assert read_manifest(root / "checkpoint-1").metrics == {"save": 2}
     assert check_promise(root, 1) == 1

@@ -24,7 +24,7 @@ import torch
 
 from reprieve.checkpoint.buffers.block_pool import BlockPool
 from reprieve.checkpoint.folder.catalog import list_checkpoints
-from reprieve.checkpoint.folder.paths import OWNER_FOLDER, is_leftover
+from reprieve.checkpoint.folder.paths import LEASE_FOLDER, is_leftover
 from reprieve.checkpoint.folder.verify import verify
 from reprieve.testing import Fault, Result, fail, kill, pause, run_ranks, start_ranks, values
 from tests.support.jobs import rank_fault_jobs as jobs
@@ -69,7 +69,7 @@ def assert_whole(root: Path, steps: Sequence[int]) -> None:
     for step in steps:
         verify(root / f"checkpoint-{step}", BlockPool())
     others = {path.name for path in root.iterdir() if not path.name.startswith("checkpoint-")}
-    assert others == {OWNER_FOLDER}
+    assert others == {LEASE_FOLDER}
 
 
 def side_by_side(*scenarios: Callable[[], Any]) -> list[Any]:
@@ -155,7 +155,7 @@ def test_a_rank_that_stalls_in_a_save_or_a_restore(tmp_path: Path) -> None:
             if stall is None:
                 assert_succeeded(call)
             else:
-                assert_failed_everywhere(call, f"rank {stall[0]}: did not come within 2 s", limit_s=seconds)
+                assert_failed_everywhere(call, f"rank {stall[0]}: did not arrive within 2 s", limit_s=seconds)
                 others = [one.seconds for rank, one in enumerate(call) if rank != stall[0]]
                 assert max(others) < LIMIT_S + SLACK_S
         assert_succeeded([result[1] for result in values(results)], (11, 11, []))
@@ -185,7 +185,7 @@ def test_nobody_waits_for_a_rank_that_stalls_for_a_minute(tmp_path: Path) -> Non
         ranks.signal(1, signal.SIGKILL)
         results = ranks.wait()
     for rank in (0, 2):
-        assert "rank 1: did not come within 2 s" in results[rank].value[1].message
+        assert "rank 1: did not arrive within 2 s" in results[rank].value[1].message
     assert_whole(tmp_path, [1])
 
 
@@ -196,7 +196,7 @@ def test_errors_in_the_background_are_raised_once_at_the_next_call(tmp_path: Pat
     for number in (0, 1, 3, 5, 9):  # begun without an error
         assert_succeeded(saves[number])
     assert_failed_everywhere(saves[2], "no room for a checkpoint")
-    assert_failed_everywhere(saves[4], "rank 2: did not come within 2 s", limit_s=2 * LIMIT_S)
+    assert_failed_everywhere(saves[4], "rank 2: did not arrive within 2 s", limit_s=2 * LIMIT_S)
     assert_failed_everywhere(saves[6], "broken", "I/O error")
     assert [one.type for one in saves[7]] == [None, "MemoryError", None]
     assert_failed_everywhere(saves[8], "rank 1: MemoryError: no memory")
@@ -260,7 +260,7 @@ def _die_everywhere(root: Path, rank: int, points: Sequence[tuple[str, str]], ba
                 assert saved.type is None, saved
             else:
                 assert saved.type == "RankFailed", saved
-                assert f"rank {rank}: did not come within 2 s" in saved.message
+                assert f"rank {rank}: did not arrive within 2 s" in saved.message
                 assert saved.seconds < LIMIT_S + SLACK_S
         if _committed(rank, place, operation):
             newest = step
@@ -326,7 +326,7 @@ def test_sigkill_at_the_start_and_at_the_end(tmp_path: Path) -> None:
             else:
                 assert {result.error and result.error.type for result in others} == {"RankFailed"}
             if rank != 0:
-                assert json.loads((root / OWNER_FOLDER / "owner.json").read_bytes())["released"]
+                assert json.loads((root / LEASE_FOLDER / "owner.json").read_bytes())["released"]
         values(run_ranks(RANKS, jobs.own_folders, [root] * RANKS, backend=None))
 
     side_by_side(*(partial(dies, rank) for rank in range(RANKS)))
@@ -381,7 +381,7 @@ def test_a_bad_block_that_only_one_rank_reads(tmp_path: Path) -> None:
         assert newest.startswith(f"checkpoint-{step}: {name} ")
         assert ("is damaged" if how == "flipped" else "cannot be read") in newest
     assert_failed_everywhere(calls[-1], "NoValidCheckpoint: there are checkpoints in", limit_s=0)
-    assert {found.step for found in list_checkpoints(tmp_path) if found.set_aside} == set(range(1, 9))
+    assert {found.step for found in list_checkpoints(tmp_path) if found.is_quarantined} == set(range(1, 9))
 
 
 def test_a_bad_block_in_the_shard_of_one_rank(tmp_path: Path) -> None:
@@ -410,7 +410,7 @@ def test_a_folder_that_only_rank_0_sees(tmp_path: Path) -> None:
         assert result.error.type == ("StorageError" if result.rank == 1 else "RankFailed")
         for word in ("rank 1 on ", os.uname().nodename, str(own), "a folder that all of them share", "ReadWriteMany"):
             assert word in result.error.message
-    assert json.loads((shared / OWNER_FOLDER / "owner.json").read_bytes())["released"]
+    assert json.loads((shared / LEASE_FOLDER / "owner.json").read_bytes())["released"]
     assert not own.exists()
     values(run_ranks(RANKS, jobs.own_folders, [shared] * RANKS, backend=None))
 

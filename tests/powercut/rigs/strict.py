@@ -212,8 +212,12 @@ def _collect(node: _Node, at: str, found: dict[str, bytes | None]) -> None:
 def crash_states(
     log: list[Op], top: Path, *, seed: int = 0, after: int = 0, random_states: int = 2
 ) -> Iterator[tuple[list[str], dict[str, bytes | None]]]:
-    """For a crash after each operation from `after` on: nothing, everything, only names, only bytes, and mixtures."""
+    """For a crash after each operation from `after` on: nothing, everything, only names, only bytes, and mixtures.
+
+    Most of these states are equal; each is given once for the same marks.
+    """
     rng = random.Random(seed)
+    given: set[tuple[tuple[str, ...], frozenset[tuple[str, bytes | None]]]] = set()
     choices: list[Callable[[_Node], bool]] = [
         lambda node: False,
         lambda node: True,
@@ -232,7 +236,11 @@ def crash_states(
                     marks.append(op[1])
                 else:
                     model.do(op)
-            yield marks, model.crash(survives)
+            state = model.crash(survives)
+            key = tuple(marks), frozenset(state.items())
+            if key not in given:
+                given.add(key)
+                yield marks, state
 
 
 def build(found: dict[str, bytes | None], into: Path) -> None:

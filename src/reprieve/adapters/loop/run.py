@@ -338,7 +338,7 @@ class Run:
     def _give_up_step(self) -> bool:
         """Roll back to the last completed step if there is no time to finish the running one. All ranks agree on it."""
         stop = self._session.stop_listener.stop
-        remaining_s = stop.left() if stop is not None else None
+        remaining_s = stop.remaining_s() if stop is not None else None
         save_s = self._checkpointer.seconds_for_save() or 0.0
         is_late = remaining_s is not None and self._timer.rest_s() + save_s > remaining_s
         can_roll_back = self._rollback.possible and bool(self._loop.open_passes)

@@ -1,8 +1,8 @@
-"""What is in a checkpoint folder, newest first, and whether each of it can be used.
+"""Lists the checkpoints in a folder, newest first, each with its validity as far as a quick look can tell.
 
-A survey is quick: it trusts a manifest whose own checksum holds and whose files have the right sizes. Bytes are
-verified by whoever reads them (`restore`, `verify`). A folder without our manifest is foreign, if no file
-in it says that it is ours: `check_foreign` reads it whole.
+Listing trusts a manifest whose own checksum holds and whose files have the right sizes. The bytes are verified when
+they are read (`restore`, `verify`). A folder without a Reprieve manifest is a foreign checkpoint, unless one of its
+files shows that Reprieve wrote it; `check_foreign` reads those whole.
 """
 
 from __future__ import annotations
@@ -32,55 +32,55 @@ class CheckpointInfo:
     path: Path
     step: int
     manifest: Manifest | None
-    """None: foreign, or not readable."""
+    """None: a foreign checkpoint, or one that cannot be read."""
     problem: str | None
-    """Why it cannot be used; None if nothing speaks against it so far."""
+    """Why it cannot be used; None if no problem is known so far."""
     bytes: int
     created: datetime
     refused: OSError | None = None
-    """The problem, where it is not the checkpoint's: the storage does not let us look."""
+    """The storage's error, where the storage and not the checkpoint is the problem."""
 
     def check(self) -> None:
-        """Raise what speaks against it."""
+        """Raise InvalidCheckpoint, or the storage's error, if it cannot be used."""
         if self.refused is not None:
             raise self.refused
         if self.problem is not None:
             raise InvalidCheckpoint(self.problem, path=self.path)
 
     @property
-    def set_aside(self) -> bool:
+    def is_quarantined(self) -> bool:
         return paths.step_of(self.path) is None
 
     @property
-    def foreign(self) -> bool:
+    def is_foreign(self) -> bool:
         return self.manifest is None and self.problem is None
 
 
 def list_checkpoints(root: Path) -> list[CheckpointInfo]:
-    """Every checkpoint in the folder, newest first, the ones that were set aside at the end."""
+    """Every checkpoint in the folder, newest first, quarantined ones at the end."""
     if not root.is_dir():
         return []
-    here, aside = [], []
+    checkpoints, quarantined = [], []
     for path in root.iterdir():
         try:
             if (step := paths.step_of(path)) is not None:
-                found = inspect_checkpoint(path, step)
-                if found.problem is None or os.path.lexists(path):
-                    here.append(found)
+                checkpoint = inspect_checkpoint(path, step)
+                if checkpoint.problem is None or os.path.lexists(path):
+                    checkpoints.append(checkpoint)
             elif (step := paths.step_of_quarantined(path)) is not None:
-                aside.append(_set_aside(path, step))
+                quarantined.append(_inspect_quarantined(path, step))
         except FileNotFoundError:
             if os.path.lexists(path):
                 raise
-            # Retention took it away while we looked.
+            # Pruned since the folder was listed.
     return [
-        *sorted(here, key=lambda found: -found.step),
-        *sorted(aside, key=lambda found: (-found.step, found.path.name)),
+        *sorted(checkpoints, key=lambda checkpoint: -checkpoint.step),
+        *sorted(quarantined, key=lambda checkpoint: (-checkpoint.step, checkpoint.path.name)),
     ]
 
 
 def inspect_checkpoint(path: Path, step: int | None = None) -> CheckpointInfo:
-    """One checkpoint, quickly; FileNotFoundError where there is none."""
+    """Inspect one checkpoint without reading its data; FileNotFoundError if there is none."""
     step = step if step is not None else paths.step_of(path)
     created = _created(path)
     try:
@@ -102,7 +102,7 @@ def inspect_checkpoint(path: Path, step: int | None = None) -> CheckpointInfo:
 
 
 def _manifest_of(path: Path, step: int | None) -> tuple[Manifest | None, str | None]:
-    """The manifest, None where there is none that can be read; and why the checkpoint cannot be used."""
+    """The manifest, if there is one that can be read, and why the checkpoint cannot be used."""
     manifest = None
     try:
         if not path.is_dir() or path.is_symlink():
@@ -112,7 +112,7 @@ def _manifest_of(path: Path, step: int | None) -> tuple[Manifest | None, str | N
         try:
             manifest = read_manifest(path)
         except FileNotFoundError:
-            _refuse_ours(path)
+            _refuse_without_manifest(path)
             return None, None
         if step is not None and manifest.step != step:
             raise InvalidCheckpoint(f"{MANIFEST} belongs to checkpoint-{manifest.step}")
@@ -122,21 +122,24 @@ def _manifest_of(path: Path, step: int | None) -> tuple[Manifest | None, str | N
     return manifest, None
 
 
-def _refuse_ours(path: Path) -> None:
-    """One of ours has a manifest. Where that got lost, nobody can tell whether the rest is whole, and of which run."""
+def _refuse_without_manifest(path: Path) -> None:
+    """Raise InvalidCheckpoint if Reprieve wrote this: without its manifest, neither its run nor its completeness is
+    known."""
     for file in sorted(path.iterdir()):
         if file.suffix in (".pt", ".pth") and stat.S_ISREG(file.lstat().st_mode):
             with file.open("rb") as opened:
                 opened.seek(max(0, opened.seek(0, os.SEEK_END) - _TAIL_BYTES))
                 _, _, end = opened.read().rpartition(b"PK\x05\x06")
             if end[18:].startswith(ARCHIVE_MARK):
-                raise InvalidCheckpoint(f"{MANIFEST} is missing ({file.name} says that Reprieve wrote this)")
+                raise InvalidCheckpoint(
+                    f"{MANIFEST} is missing ({file.name} shows that Reprieve wrote this checkpoint)"
+                )
 
 
 def _check_files(path: Path, manifest: Manifest) -> None:
     for name, entry in manifest.files.items():
         file = path / name
-        # Links could lead out of the folder, or to something that changes under us.
+        # A link could lead out of the folder, or to a file that changes meanwhile.
         if any(parent.is_symlink() for parent in file.parents if parent.is_relative_to(path)):
             raise InvalidCheckpoint(f"{name} leads out of the checkpoint", path=path)
         try:
@@ -151,16 +154,16 @@ def _check_files(path: Path, manifest: Manifest) -> None:
             raise InvalidCheckpoint(f"{name} has {info.st_size:,} bytes instead of {entry.bytes:,}", path=path)
 
 
-def _set_aside(path: Path, step: int) -> CheckpointInfo:
+def _inspect_quarantined(path: Path, step: int) -> CheckpointInfo:
     try:
         reason = json.loads((path / QUARANTINE_NOTE).read_bytes())["reason"]
     except (OSError, ValueError, KeyError, TypeError):
         reason = "unknown"
-    return CheckpointInfo(path, step, None, f"set aside: {reason}", _bytes(path), _created(path))
+    return CheckpointInfo(path, step, None, f"quarantined: {reason}", _bytes(path), _created(path))
 
 
 def _bytes(path: Path) -> int:
-    """Of the files that we may look at."""
+    """The size of all files below, as far as they can be inspected."""
     size = 0
     for file in path.rglob("*") if path.is_dir() else ():
         with contextlib.suppress(OSError):

@@ -1,14 +1,14 @@
-"""A save becomes a checkpoint in one step: begin, write, then commit or discard.
+"""Makes a save visible as a checkpoint in one step: begin, write, then commit or discard.
 
     begin     make `.checkpoint-N.saving-A` (by attempt A) with the sentinel in it
     commit    manifest written and flushed → sentinel removed → folder flushed → rename to `checkpoint-N` → root flushed
     discard   remove what was written; the older checkpoints were never touched
 
-A save that replaces a valid checkpoint of the same step exchanges the two names. Where the file system cannot do that,
-`clean_up` gives the old one its name back, should a crash come between two renames.
+A save that replaces a valid checkpoint of the same step exchanges the two names. Where the file system cannot do that
+and a crash comes between two renames, the next start gives the old one its name back (`startup.clean_up`).
 
-The order of the flushes is the guarantee: a name that is visible stands for bytes that are durable. Each of them is
-missed by a test when it is taken out (tests/powercut).
+The order of the flushes is the guarantee: a visible name stands for durable bytes. A test fails for each of them that
+is taken out (tests/powercut).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ log = logging.getLogger("reprieve")
 
 QUARANTINE_NOTE = "reprieve-set-aside.json"
 
-_FILES_MORE = 100
-"""How often to look again for files of other ranks. Each rank makes a few, and hears of the failure meanwhile."""
+_REMOVAL_ATTEMPTS = 100
+"""How often to remove files that other ranks still make: each makes a few before it learns of the failure."""
 
 
 def begin(disk: Disk, folder: Path, note: str = "") -> None:
-    """Make the folder to write into. The note is for whoever reads the sentinel."""
+    """Make the folder to write into. `note`: text for a person who reads the sentinel."""
     disk.remove_tree(folder)
     disk.make_folder(folder)
     # Not flushed: the folder's name already says what this says, and both are gone after the commit.
@@ -46,16 +46,19 @@ def commit(
     root: Path,
     folder: Path,
     manifest: Manifest,
-    owner: FolderLease,
+    lease: FolderLease,
     *,
     replacing: str | None,
     superseding: bool = False,
 ) -> Path:
-    """Make the save visible; durable on return. A `checkpoint-N` that is in the way is set aside, for that reason;
-    with `superseding` it is valid, stays until the new one has its name, and is removed then."""
+    """Make the save visible; durable on return.
+
+    `replacing`: why a `checkpoint-N` that has the name already is quarantined.
+    `superseding`: that checkpoint is valid. It stays until the new one has its name, and is removed then.
+    """
     target = paths.checkpoint(root, manifest.step)
-    # From the first change on: an attempt that was fenced must leave the folder of its successor alone.
-    with owner.committing():
+    # From the first change on: an attempt that was fenced must not touch the folder of its successor.
+    with lease.committing():
         seal(disk, folder, manifest)
         if superseding and target.exists():
             _replace(disk, folder, target)
@@ -63,7 +66,8 @@ def commit(
             if target.exists():
                 if replacing is None:
                     raise CheckpointError(
-                        f"{target} appeared while it was being saved: does another program write here?"
+                        f"{target} appeared while it was being saved: does another program write here? "
+                        "Stop it, or give it another folder"
                     )
                 quarantine(disk, target, replacing)
             disk.rename(folder, target)
@@ -74,7 +78,8 @@ def commit(
 
 
 def _replace(disk: Disk, folder: Path, target: Path) -> None:
-    """The caller flushes. Until then the old one must not go: a crash may bring its name back."""
+    """Give `folder` the name of `target`. The caller flushes; the old checkpoint stays until then, because a crash may
+    bring its name back."""
     old = paths.replaced(target)
     disk.remove_tree(old)
     if disk.exchange(folder, target):
@@ -89,7 +94,7 @@ def _replace(disk: Disk, folder: Path, target: Path) -> None:
 
 
 def seal(disk: Disk, folder: Path, manifest: Manifest) -> None:
-    """All files are written and durable: now the folder is whole, and needs only its name."""
+    """Complete a folder whose files are written and durable. It then only needs its name."""
     disk.write_file(folder / MANIFEST, manifest.encode())
     disk.remove(folder / SENTINEL)
     _check_listing(folder, manifest)
@@ -100,31 +105,32 @@ def seal(disk: Disk, folder: Path, manifest: Manifest) -> None:
 
 
 def discard(disk: Disk, folder: Path) -> None:
-    """Remove an unfinished save. A second error here would hide the first one: what is left goes at the next start."""
-    for _ in range(_FILES_MORE):
+    """Remove an unfinished save, as far as possible: an error here would hide the one that made the save fail. The
+    next start removes the rest."""
+    for _ in range(_REMOVAL_ATTEMPTS):
         try:
             disk.remove_tree(folder)
         except OSError as error:
             if error.errno == errno.ENOTEMPTY:
-                continue  # a rank that has not heard of the failure yet has made one more file
+                continue  # a rank that does not know of the failure yet has made one more file
         return
 
 
 def remove(disk: Disk, path: Path) -> None:
-    """Delete a checkpoint so that a crash in between leaves nothing visible that is not whole."""
+    """Delete a checkpoint. A crash in between leaves no visible checkpoint that is not whole."""
     disk.remove_tree(hide(disk, path))
 
 
 def hide(disk: Disk, path: Path) -> Path:
-    """The first part of a removal, and the only one that anybody could notice; what is left to remove."""
-    removable = paths.deleting(path)
-    disk.rename(path, removable)
+    """Take a checkpoint's name away: the first part of a removal. Returns the folder that is left to remove."""
+    hidden = paths.deleting(path)
+    disk.rename(path, hidden)
     disk.flush_folder(path.parent)
-    return removable
+    return hidden
 
 
 def quarantine(disk: Disk, path: Path, reason: str) -> Path:
-    """Take a bad checkpoint out of the way without deleting it, and leave the reason in it. The caller flushes."""
+    """Rename a bad checkpoint without deleting it, and write the reason into it. The caller flushes."""
     target = paths.quarantined(path)
     disk.rename(path, target)
     if target.is_dir():
@@ -132,27 +138,9 @@ def quarantine(disk: Disk, path: Path, reason: str) -> Path:
     return target
 
 
-def clean_up(disk: Disk, root: Path) -> list[str]:
-    """Remove what a dead attempt left behind, and foreign saves that never finished; their names."""
-    removed = []
-    for path in root.iterdir():
-        if (before := paths.name_before(path)) is not None and not before.exists():
-            disk.rename(path, before)
-            disk.flush_folder(root)
-            log.warning("renamed %s back to %s: the save that should replace it never finished", path, before.name)
-    for path in sorted(root.iterdir()):
-        if paths.is_leftover(path):
-            disk.remove_tree(path)
-            removed.append(path.name)
-        elif paths.step_of(path) is not None and (path / SENTINEL).exists():
-            remove(disk, path)
-            removed.append(path.name)
-    return removed
-
-
 def _check_listing(folder: Path, manifest: Manifest) -> None:
     present = {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
     if present != {MANIFEST, *manifest.files}:
-        # An older attempt that woke up writes here by the same names.
-        odd = sorted(present ^ {MANIFEST, *manifest.files})
-        raise CheckpointError(f"{folder} does not hold exactly what was written: {', '.join(odd[:5])}")
+        # An older attempt that woke up may write files of the same names here.
+        unexpected = sorted(present ^ {MANIFEST, *manifest.files})
+        raise CheckpointError(f"{folder} does not hold exactly what was written: {', '.join(unexpected[:5])}")

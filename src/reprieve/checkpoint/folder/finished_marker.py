@@ -1,7 +1,7 @@
-"""The note that a run is finished: `.reprieve/finished.json`, beside the owner record.
+"""The marker that a run is finished: `.reprieve/finished.json`, beside the lease record.
 
-Written when its last step is durable. A rerun that resumes from that step then knows that there is nothing left to
-do; a note that is older than the checkpoint it would speak of (the run was started over, or went on) says nothing.
+It is written when the last step is durable. A rerun that resumes from that step reads it and has nothing left to do. A
+marker that is older than the checkpoint (the run was started over, or continued) is ignored.
 """
 
 from __future__ import annotations
@@ -18,20 +18,23 @@ from reprieve.storage.disk import Disk
 _NAME = "finished.json"
 
 
-def write(disk: Disk, root: Path, owner: FolderLease, step: int, request: Any) -> None:
-    """`request`: what there was to do, so that a rerun that is asked for more can tell."""
-    note = {"run": owner.run, "attempt": owner.attempt, "step": step, "asked": request}
-    with owner.committing():
-        disk.replace_file(root / paths.OWNER_FOLDER / _NAME, json.dumps(note).encode() + b"\n")
+def write(disk: Disk, root: Path, lease: FolderLease, step: int, request: Any) -> None:
+    """Mark the run as finished with this step. `request`: how much training was requested, for a rerun that requests
+    more."""
+    marker = {"run": lease.run, "attempt": lease.attempt, "step": step, "asked": request}
+    with lease.committing():
+        disk.replace_file(root / paths.LEASE_FOLDER / _NAME, json.dumps(marker).encode() + b"\n")
 
 
 def read(root: Path, manifest: Manifest | None) -> Any:
-    """What was asked for and done, if the run that saved this checkpoint was finished with it; else None."""
+    """The request that the run finished with this checkpoint; None if the run was not finished with it."""
     if manifest is None:
         return None
     try:
-        note = json.loads((root / paths.OWNER_FOLDER / _NAME).read_bytes())
-        same = (note["run"], note["step"]) == (manifest.run, manifest.step) and note["attempt"] >= manifest.attempt
-        return note["asked"] if same else None
+        marker = json.loads((root / paths.LEASE_FOLDER / _NAME).read_bytes())
+        same = (marker["run"], marker["step"]) == (manifest.run, manifest.step) and marker[
+            "attempt"
+        ] >= manifest.attempt
+        return marker["asked"] if same else None
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # none, or not readable: then the run goes on, and finds out by itself
+        return None  # missing or not readable: the run resumes and finds out by itself that nothing is left

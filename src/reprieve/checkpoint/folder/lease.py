@@ -1,15 +1,15 @@
-"""Who may write to a checkpoint folder: one attempt of one run at a time.
+"""The lease of a checkpoint folder: the right of one attempt of one run to write to it.
 
-`.reprieve/owner.json` names run, attempt, host and process; its modification time is the heartbeat; a lock beside it
-tells on one machine at once whether its holder lives. A start finds the record and decides:
+`.reprieve/owner.json` names run, attempt, host and process. Its modification time is the heartbeat. A lock beside it
+tells processes on the same host at once whether its holder is alive. A start reads the record and decides:
 
-    nobody, released, or dead         take over, attempt + 1
+    no record, released, or dead      take over, attempt + 1
     the same run, still alive         wait (a pod that is still terminating), then fence it: attempt + 1
     another run, still alive          FolderInUse, by name
 
 An attempt that was fenced finds out before it commits: the check and the rename happen under a second lock, which a
-take-over takes too. Whether a holder on another machine lives is decided by watching its heartbeat move, so
-clocks need not agree.
+take-over takes, too. Whether a holder on another host is alive is decided by watching its heartbeat move, so clocks
+need not agree.
 """
 
 from __future__ import annotations
@@ -30,22 +30,25 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from reprieve.checkpoint.folder.paths import OWNER_FOLDER
+from reprieve.checkpoint.folder.paths import LEASE_FOLDER
 from reprieve.clock import Clock
 from reprieve.errors import Fenced, FolderInUse, OwnershipError, StorageError
+from reprieve.host import boot_id
 from reprieve.storage.disk import Disk
 
 log = logging.getLogger("reprieve")
 
 HEARTBEAT = timedelta(seconds=5)
 _DEAD_AFTER = 3 * HEARTBEAT
-"""A holder on another machine that shows no heartbeat for this long is dead."""
+"""A holder on another host without a heartbeat for this long is dead."""
 _COMMIT_WAIT = timedelta(seconds=30)
 _POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRecord:
+    """The content of `owner.json`: who holds the lease."""
+
     run: str
     attempt: int
     host: str
@@ -59,7 +62,7 @@ class LeaseRecord:
 
 
 class LeaseView:
-    """The hold on a folder that rank 0 has for all ranks, as another rank sees it."""
+    """The lease that rank 0 holds for all ranks, as another rank sees it."""
 
     def __init__(self, folder: Path, record: LeaseRecord) -> None:
         self.record = record
@@ -77,47 +80,47 @@ class LeaseView:
         """Raise Fenced if a newer attempt has taken over."""
         current = read_record(self._folder)
         if current is None and not self._folder.is_dir():
-            raise StorageError(errno.ENOENT, f"{self._folder.parent} is gone: is it still mounted?")
+            raise StorageError(errno.ENOENT, f"{self._folder.parent} is gone: check that it is still mounted")
         if current is None or (current.run, current.attempt) != (self.run, self.attempt):
-            by = current if current is not None else "somebody who removed the owner record"
+            by = current if current is not None else "a process that removed the lease record"
             raise Fenced(
                 f"{self._folder.parent} now belongs to {by}; this is {self.record} and must not write any more. "
-                "Stop this process: the newer attempt goes on from the newest checkpoint"
+                "Stop this process: the newer attempt resumes from the newest checkpoint"
             )
 
     def release(self) -> None:
-        """Not ours to give up."""
+        """Do nothing: rank 0 releases the lease."""
 
 
 class FolderLease(LeaseView):
-    """Our hold on a folder."""
+    """The lease that this process holds. A thread of its own keeps the heartbeat."""
 
     def __init__(self, disk: Disk, folder: Path, record: LeaseRecord, lock: int | None) -> None:
         super().__init__(folder, record)
         self._disk = disk
         self._lock = lock
         self._stop = threading.Event()
-        self._beat = threading.Thread(target=self._keep_alive, name="reprieve-heartbeat", daemon=True)
-        self._beat.start()
+        self._heartbeat_thread = threading.Thread(target=self._keep_alive, name="reprieve-heartbeat", daemon=True)
+        self._heartbeat_thread.start()
 
     @contextlib.contextmanager
     def committing(self) -> Iterator[None]:
-        """While inside, nobody can take over; raises Fenced if somebody has."""
+        """While inside, no other process can take over. Raises Fenced if one has."""
         with _commit_lock(self._folder):
             self.check()
             yield
 
     def release(self) -> None:
-        """Give the folder up, so that the next start need not wait for a heartbeat."""
+        """Release the lease, so that the next start need not wait for a heartbeat."""
         if self._stop.is_set():
             return
         self._stop.set()
-        self._beat.join()
+        self._heartbeat_thread.join()
         try:
-            # Without a record of it (somebody holds the commit lock) the next start finds the lock free, all the same.
+            # If the record cannot be written (the commit lock is held), the next start still finds the lock free.
             with contextlib.suppress(OwnershipError, OSError), self.committing():
                 released = LeaseRecord(**{**asdict(self.record), "released": True})
-                # Not flushed: if it is lost, the next start finds the lock free or the heartbeat still.
+                # Not flushed: if it is lost, the next start finds the lock free, or no heartbeat.
                 _write_record(self._disk, self._folder, released, flush_folder=False)
         finally:
             self._unlock()
@@ -127,7 +130,7 @@ class FolderLease(LeaseView):
         while not self._stop.wait(HEARTBEAT.total_seconds()):
             try:
                 self.check()
-                if self._lock is None:  # we took over from a live attempt that held it
+                if self._lock is None:  # taken over from a live attempt that held it
                     self._lock = _try_lock(self._folder / "owner.lock")
                 self._disk.touch(path)
             except Fenced as error:
@@ -135,7 +138,7 @@ class FolderLease(LeaseView):
                 self._unlock()
                 return
             except OSError as error:
-                log.warning("heartbeat to %s failed: %s", path, error)
+                log.warning("heartbeat to %s failed, retrying every %g s: %s", path, HEARTBEAT.total_seconds(), error)
 
     def _unlock(self) -> None:
         lock, self._lock = self._lock, None
@@ -144,14 +147,14 @@ class FolderLease(LeaseView):
 
 
 def acquire(disk: Disk, root: Path, run: str | None, *, wait: timedelta, clock: Clock) -> FolderLease:
-    """Become the owner of `root`. Without a `run`, a dead owner's run is continued and a live one is refused."""
-    folder = root / OWNER_FOLDER
+    """Take the lease of `root`. Without a `run`, continue the run of a dead holder and refuse that of a live one."""
+    folder = root / LEASE_FOLDER
     if not folder.is_dir():
         with contextlib.suppress(FileExistsError):
             disk.make_folder(folder)
         disk.flush_folder(root)
-    give_up = clock.monotonic() + wait.total_seconds()
-    told = False
+    give_up_at = clock.monotonic() + wait.total_seconds()
+    logged = False
     while True:
         lock = _try_lock(folder / "owner.lock")
         record = read_record(folder)
@@ -164,23 +167,25 @@ def acquire(disk: Disk, root: Path, run: str | None, *, wait: timedelta, clock: 
                 f"{root} is in use by {record}. Use another folder, stop that run first, or, if this is the same "
                 f"run, start it with name={record.run!r}"
             )
-        if clock.monotonic() >= give_up:
+        if clock.monotonic() >= give_up_at:
             if record is None:
-                raise FolderInUse(f"{root} is being taken by another process, which does not say who it is")
+                raise FolderInUse(
+                    f"another process is taking the lease of {root}, and has not written its record yet. Start again"
+                )
             log.warning("%s did not end within %s: taking over from it", record, wait)
             return _take_over(disk, folder, record, run, None, clock)
-        if not told:
-            log.warning("%s still uses %s: waiting up to %s for it to end", record or "somebody", root, wait)
-            told = True
+        if not logged:
+            log.warning("%s still uses %s: waiting up to %s for it to end", record or "another process", root, wait)
+            logged = True
         clock.sleep(_POLL_S)
 
 
 def join(root: Path, record: LeaseRecord, *, rank: int, wait: timedelta, clock: Clock) -> LeaseView:
-    """Take part in the hold of rank 0. Its record is the token that shows that we see the same folder."""
-    folder = root / OWNER_FOLDER
+    """Join the lease of rank 0. Seeing its record shows that this rank sees the same folder."""
+    folder = root / LEASE_FOLDER
     end = clock.monotonic() + wait.total_seconds()
     while read_record(folder) != record:
-        if clock.monotonic() >= end:  # later than any cache of a network file system
+        if clock.monotonic() >= end:  # longer than network file systems cache
             raise StorageError(
                 errno.ENOENT,
                 f"rank {rank} on {socket.gethostname()} does not see in {root} what rank 0 on {record.host} wrote: "
@@ -192,13 +197,13 @@ def join(root: Path, record: LeaseRecord, *, rank: int, wait: timedelta, clock: 
 
 
 def read_record(folder: Path) -> LeaseRecord | None:
-    """The record in an owner folder; None where there is none that can be read."""
+    """The lease record in `folder`; None if there is none that can be read."""
     try:
         return LeaseRecord(**json.loads((folder / "owner.json").read_bytes()))
     except FileNotFoundError:
         return None
     except (ValueError, TypeError) as error:
-        log.warning("the owner record in %s is not readable and is replaced: %s", folder, error)
+        log.warning("the lease record in %s is not readable and is replaced: %s", folder, error)
         return None
 
 
@@ -209,7 +214,7 @@ def _take_over(
         run=run or (old.run if old else uuid.uuid4().hex[:12]),
         attempt=old.attempt + 1 if old else 1,
         host=socket.gethostname(),
-        boot=_boot_id(),
+        boot=boot_id(),
         pid=os.getpid(),
         started=clock.time(),
     )
@@ -217,7 +222,9 @@ def _take_over(
         with _commit_lock(folder):
             current = read_record(folder)
             if current is not None and old is not None and current.attempt != old.attempt:
-                raise FolderInUse(f"{folder.parent} was taken over by {current} at the same moment")
+                raise FolderInUse(
+                    f"{current} took over {folder.parent} at the same moment. Stop it, or use another folder"
+                )
             _write_record(disk, folder, record)
     except BaseException:
         if lock is not None:
@@ -227,9 +234,9 @@ def _take_over(
 
 
 def _alive(folder: Path, record: LeaseRecord, clock: Clock) -> bool:
-    """Does the owner live, although its lock is free? Its machine may be another one, which our lock does not reach."""
-    if record.boot == _boot_id() and folder not in _without_locks:
-        return False  # locks on one machine are never wrong
+    """Whether the holder is alive although its lock is free: locks may not reach another host."""
+    if record.boot == boot_id() and folder not in _without_locks:
+        return False  # locks on the same host are never wrong
     log.info("%s may still be alive: watching its heartbeat for %s", record, _DEAD_AFTER)
     seen = _heartbeat(folder)
     end = clock.monotonic() + _DEAD_AFTER.total_seconds()
@@ -253,7 +260,7 @@ def _write_record(disk: Disk, folder: Path, record: LeaseRecord, *, flush_folder
 
 
 _locks: set[int] = set()
-"""Locks that this process has open. A forked child (a DataLoader worker) must not keep them alive after us."""
+"""Lock files that this process has open. A forked child (a DataLoader worker) must not keep them locked."""
 
 
 _without_locks: set[Path] = set()
@@ -261,7 +268,7 @@ _without_locks: set[Path] = set()
 
 
 _no_fork = threading.Lock()
-"""Held while `_locks` is not what is open."""
+"""Held while `_locks` differs from the files that are open."""
 
 
 def _forget_in_child() -> None:
@@ -273,7 +280,7 @@ def _forget_in_child() -> None:
 
 
 def _try_lock(path: Path) -> int | None:
-    """The lock, or None if somebody has it."""
+    """The descriptor of the lock, or None if another process holds it."""
     _close_locks_in_children()
     with _no_fork:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -285,13 +292,15 @@ def _try_lock(path: Path) -> int | None:
         return None
     except OSError as error:  # Lustre without -o flock, NFS without a lock daemon
         if path.parent not in _without_locks:
-            log.warning("%s takes no locks (%s): heartbeats alone tell who owns it", path.parent, error.strerror)
+            log.warning(
+                "%s does not support locks (%s): only heartbeats show who holds it", path.parent, error.strerror
+            )
         _without_locks.add(path.parent)
     return fd
 
 
 def _unlock(fd: int) -> None:
-    with contextlib.suppress(OSError):  # no locks there
+    with contextlib.suppress(OSError):  # a file system without locks
         fcntl.flock(fd, fcntl.LOCK_UN)
     _close(fd)
 
@@ -304,7 +313,7 @@ def _close(fd: int) -> None:
 
 @functools.cache
 def _close_locks_in_children() -> None:
-    # DataLoader workers are forked while another thread commits: a worker that inherits a lock holds it.
+    # DataLoader workers are forked while another thread commits: a worker that inherits a lock keeps it locked.
     os.register_at_fork(before=_no_fork.acquire, after_in_parent=_no_fork.release, after_in_child=_forget_in_child)
 
 
@@ -314,16 +323,11 @@ def _commit_lock(folder: Path) -> Iterator[None]:
     end = time.monotonic() + _COMMIT_WAIT.total_seconds()
     while (fd := _try_lock(path)) is None:
         if time.monotonic() > end:
-            raise FolderInUse(f"{path} has been held for {_COMMIT_WAIT}: is its holder stopped (SIGSTOP)? End it first")
+            raise FolderInUse(
+                f"{path} has been held for {_COMMIT_WAIT}: its holder may be stopped (SIGSTOP). Kill it first"
+            )
         time.sleep(0.01)
     try:
         yield
     finally:
         _unlock(fd)
-
-
-def _boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return "unknown"

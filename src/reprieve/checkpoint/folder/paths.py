@@ -1,12 +1,12 @@
-"""The names in a checkpoint folder: what is visible is whole, what is hidden is on its way in or out.
+"""The names in a checkpoint folder. A visible checkpoint is whole; a hidden one is being written or removed.
 
 checkpoint-12                  a checkpoint
-checkpoint-12.set-aside        was in the way or found to be bad, and is kept for a person
-.checkpoint-12.saving-3        being written, by attempt 3
+checkpoint-12.set-aside        quarantined: found to be bad, or replaced; kept for inspection
+.checkpoint-12.saving-3        being written by attempt 3
 .checkpoint-12.deleting        being removed
 .checkpoint-12.replaced        gave its name to a newer save of the same step, or is about to
-.checkpoint-12.collecting-3-0  what a framework has to say about it on rank 0, on its way in
-.reprieve/                     who owns the folder
+.checkpoint-12.collecting-3-0  files of a framework for it, collected on rank 0 by attempt 3
+.reprieve/                     the folder's lease
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _QUARANTINED = re.compile(r"checkpoint-(\d+)\.set-aside(?:-\d+)?")
 _LEFTOVER = re.compile(r"\.checkpoint-\d+\.(?:(?:saving|collecting)(?:-\d+)*|deleting|replaced)")
 _REPLACED = re.compile(r"\.(checkpoint-\d+)\.replaced")
 
-OWNER_FOLDER = ".reprieve"
+LEASE_FOLDER = ".reprieve"
 
 
 def checkpoint(root: Path, step: int) -> Path:
@@ -27,7 +27,8 @@ def checkpoint(root: Path, step: int) -> Path:
 
 
 def saving(root: Path, step: int, attempt: int) -> Path:
-    """With the attempt: a rank of an older one that wakes up must not write into the files of a newer one."""
+    """The folder of a save in progress. The attempt is in its name, so that a rank of an older attempt that wakes up
+    does not write into the files of a newer one."""
     return root / f".checkpoint-{step}.saving-{attempt}"
 
 
@@ -44,13 +45,13 @@ def replaced(path: Path) -> Path:
 
 
 def name_before(path: Path) -> Path | None:
-    """What a replaced checkpoint was called; None if it is not one."""
+    """The name that a replaced checkpoint had; None if `path` is not one."""
     match = _REPLACED.fullmatch(path.name)
     return path.with_name(match[1]) if match else None
 
 
 def quarantined(path: Path) -> Path:
-    """A name that is not taken, to set `path` aside under."""
+    """A free name to quarantine `path` under."""
     number, target = 1, path.with_name(f"{path.name}.set-aside")
     while target.exists():
         number += 1
@@ -59,7 +60,7 @@ def quarantined(path: Path) -> Path:
 
 
 def step_of(path: Path) -> int | None:
-    """The step of a checkpoint's folder; None if it is not one."""
+    """The step of a checkpoint's folder; None if `path` is not one."""
     match = _CHECKPOINT.fullmatch(path.name)
     return int(match[1]) if match else None
 

@@ -1,7 +1,7 @@
-"""Retention at work: the newest checkpoint is read back, then older ones go. On rank 0, on a thread beside training.
+"""Prunes checkpoints: reads the newest one back and verifies it, then removes older ones. On rank 0, on a thread.
 
-A save that somebody waits for has the disk to itself: a read-back that is running gives way. But only once: saves
-without a pause would keep it from ever ending, until the disk is full.
+A save that blocks training has the disk to itself: a read-back that is running yields to it, but only once. Otherwise
+saves without a pause would keep the read-back from ever ending, until the disk is full.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from reprieve.checkpoint.buffers.block_pool import BlockPool
@@ -19,99 +19,109 @@ from reprieve.checkpoint.folder.disk_space import check_room, warn_if_tight
 from reprieve.checkpoint.folder.lease import FolderLease
 from reprieve.checkpoint.folder.retention import Retention, hide_unless_read
 from reprieve.checkpoint.folder.verify import verify
-from reprieve.errors import InvalidCheckpoint
+from reprieve.errors import InvalidCheckpoint, StorageFull
 from reprieve.storage.disk import Disk
 
 log = logging.getLogger("reprieve")
 
 
 class Pruner:
-    """What has gone, may go and must stay in one folder."""
+    """The removal of old checkpoints from one folder, and the disk space that it makes."""
 
     def __init__(self, disk: Disk, root: Path, retention: Retention) -> None:
         self._disk = disk
         self._root = root
         self._retention = retention
         self.newest: int | None = None
-        """The step that was saved or restored last: it stays."""
+        """The step that was saved or restored last. It is never removed."""
         self.verified: int | None = None
-        """The step of the last one of which every byte was read."""
+        """The newest step of which every byte was read back."""
         self.pinned: frozenset[int | None] = frozenset()
-        """Steps that stay, whatever retention says."""
-        self._tight_told = False
-        """Was it said, or looked for a second time?"""
-        self._hurry = threading.Event()
-        self._gave_way = False
+        """Steps to keep, whatever retention says."""
+        self._space_checked = False
+        """Whether the warning about little space was logged, or the space checked a second time."""
+        self._save_waits = threading.Event()
+        self._yielded = False
 
-    def look_around(self, run: str, needed: int) -> None:
-        """At start-up: is there room, and what has the run saved before?"""
-        found = list_checkpoints(self._root)
-        ours = [one for one in found if one.problem is None and one.manifest and one.manifest.run == run]
-        self.newest = ours[0].step if ours else None
-        removable = self._retention.removable(found, run, ours[0].step) if ours else []
-        check_room(self._root, needed, going=sum(one.bytes for one in removable))
-        self._tight_told = warn_if_tight(self._root, needed, self._retention, found)
+    def inspect_folder(self, run: str, needed: int) -> None:
+        """Find the run's newest checkpoint and check that `needed` bytes fit. Called at start-up."""
+        checkpoints = list_checkpoints(self._root)
+        of_run = [each for each in checkpoints if each.problem is None and each.manifest and each.manifest.run == run]
+        self.newest = of_run[0].step if of_run else None
+        removable = self._retention.removable(checkpoints, run, of_run[0].step) if of_run else []
+        check_room(self._root, needed, reclaimable=sum(checkpoint.bytes for checkpoint in removable))
+        self._space_checked = warn_if_tight(self._root, needed, self._retention, checkpoints)
 
-    def look_again(self, needed: int) -> None:
-        """At the first save, for which the optimizer has its state: is there room for all that is to be kept?"""
-        if not self._tight_told:
-            self._tight_told = True
+    def recheck_space(self, needed: int) -> None:
+        """Warn if all checkpoints to keep do not fit. Called at the first save, when the optimizer has its state."""
+        if not self._space_checked:
+            self._space_checked = True
             with contextlib.suppress(OSError):  # no reason not to save
                 warn_if_tight(self._root, needed, self._retention, list_checkpoints(self._root))
 
+    def make_room(self, needed: int, *, prune: Callable[[], None]) -> None:
+        """Raise StorageFull unless `needed` bytes fit, after a call of `prune` if they do not at first."""
+        try:
+            check_room(self._root, needed)
+        except StorageFull:
+            if self.newest is None:
+                raise
+            prune()
+            check_room(self._root, needed)
+
     def saved(self, step: int | None) -> None:
-        """It is durable, and was not read back yet."""
+        """Note a save that is durable and was not read back yet."""
         self.newest = step
         if self.verified == step:
             self.verified = None
 
     @contextlib.contextmanager
     def giving_way(self) -> Iterator[None]:
-        """While inside, somebody waits for a save."""
-        self._hurry.set()
+        """While inside, a save blocks training: a read-back yields to it."""
+        self._save_waits.set()
         try:
             yield
         finally:
-            self._hurry.clear()
+            self._save_waits.clear()
 
-    def prune(self, owner: FolderLease) -> None:
-        """Remove what retention no longer wants, once the newest has been read back and verified."""
+    def prune(self, lease: FolderLease) -> None:
+        """Remove what retention does not keep, once the newest checkpoint has been read back and verified."""
         if (newest := self.newest) is None:
             return
-        removable = self._retention.removable(list_checkpoints(self._root), owner.run, newest, self.pinned)
+        removable = self._retention.removable(list_checkpoints(self._root), lease.run, newest, self.pinned)
         if (verified := self.verified) is not None:
-            # What is older than one that was read back need not wait for the next; that one itself stays until then.
-            self._remove([one for one in removable if one.step < verified], owner)
-            removable = [one for one in removable if one.step >= verified]
+            # Checkpoints older than the one that was read back last can go at once; that one itself stays for now.
+            self._remove([checkpoint for checkpoint in removable if checkpoint.step < verified], lease)
+            removable = [checkpoint for checkpoint in removable if checkpoint.step >= verified]
         if not removable:
             return
         if newest != verified:
             try:
-                verify(paths.checkpoint(self._root, newest), BlockPool(limit=2), progress=self._give_way)
+                verify(paths.checkpoint(self._root, newest), BlockPool(limit=2), progress=self._yield_to_save)
             except _YieldToSave:
-                return  # the save that interrupted us is followed by another pass
+                return  # the save that interrupted this pass is followed by another one
             except (InvalidCheckpoint, OSError) as error:
-                log.error("nothing is removed: the newest checkpoint did not pass when read back: %s", error)
+                log.error("no checkpoint is removed: the newest one failed verification when read back: %s", error)
                 return
-            self.verified, self._gave_way = newest, False
-        self._remove(removable, owner)
+            self.verified, self._yielded = newest, False
+        self._remove(removable, lease)
 
-    def _remove(self, removable: Sequence[CheckpointInfo], owner: FolderLease) -> None:
-        for one in removable:
-            with owner.committing():
-                hidden = hide_unless_read(self._disk, one.path)
+    def _remove(self, removable: Sequence[CheckpointInfo], lease: FolderLease) -> None:
+        for checkpoint in removable:
+            with lease.committing():
+                hidden = hide_unless_read(self._disk, checkpoint.path)
             if hidden is None:
-                log.info("%s is being read: it goes at the next save", one.path)
+                log.info("%s is being read: it is removed after the next save", checkpoint.path)
                 continue
-            # Not under the lock: a commit or a release would wait for it. Whoever takes over meanwhile removes it, too.
+            # Outside the lock: a commit or a release would wait for it. A newer attempt removes the rest as well.
             self._disk.remove_tree(hidden)
-            log.info("removed %s: no longer wanted", one.path)
+            log.info("removed %s: retention does not keep it", checkpoint.path)
 
-    def _give_way(self, _count: int) -> None:
-        if self._hurry.is_set() and not self._gave_way:
-            self._gave_way = True
+    def _yield_to_save(self, _count: int) -> None:
+        if self._save_waits.is_set() and not self._yielded:
+            self._yielded = True
             raise _YieldToSave
 
 
 class _YieldToSave(Exception):
-    """Somebody waits for a save: reading back can wait."""
+    """A save blocks training: the read-back can wait."""

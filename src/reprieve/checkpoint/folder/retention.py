@@ -1,7 +1,7 @@
-"""Which checkpoints may go, and taking them away.
+"""Retention: which checkpoints to keep, and the lock that keeps readers and removals apart.
 
-Nothing goes before a newer one is durable and was read back and verified; the newest valid one never goes; one that
-is being read stays until the next time; what is not valid is nobody's reserve and is left for `resume` to deal with.
+No checkpoint is removed before a newer one is durable and has been read back and verified. The newest valid one always
+stays. One that is being read stays until the next pass. Invalid ones do not count and are left to `resume`.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from reprieve.storage.disk import Disk
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retention:
-    """What to keep. A checkpoint stays if any of these wants it."""
+    """The rules for what to keep. A checkpoint stays if any of them applies."""
 
     keep: int | None = 3
-    """The newest so many. None keeps all of them."""
+    """The number of newest checkpoints to keep. None keeps all."""
     keep_every: int | None = None
-    """Besides, each whose step is a multiple of this."""
+    """Also keep each checkpoint whose step is a multiple of this."""
     best: tuple[str, str] | None = None
-    """Besides, the best by a metric given to `save`: `("eval_loss", "min")` or `("accuracy", "max")`."""
+    """Also keep the best by a metric given to `save`: `("eval_loss", "min")` or `("accuracy", "max")`."""
     keep_requested: bool = False
-    """Besides, all that the script's save strategy asked for; they do not count towards `keep`."""
+    """Also keep all that the script's save strategy requested; they do not count towards `keep`."""
 
     def __post_init__(self) -> None:
         if self.keep is not None and self.keep < 1:
@@ -42,48 +42,49 @@ class Retention:
             raise ConfigError(f'best={self.best!r}: write it like ("eval_loss", "min")')
 
     def removable(
-        self, found: Sequence[CheckpointInfo], run: str, saved: int, pinned: Collection[int | None] = ()
+        self, checkpoints: Sequence[CheckpointInfo], run: str, saved: int, pinned: Collection[int | None] = ()
     ) -> list[CheckpointInfo]:
-        """Those of the run that nothing wants any more, oldest first; never the step that was just saved, nor those
-        that are pinned. These count towards `keep`, as a Trainer's best checkpoint does towards `save_total_limit`.
+        """The checkpoints of the run that no rule keeps, oldest first; never the step that was just saved, nor pinned
+        ones. Pinned ones count towards `keep`, as a Trainer's best checkpoint does towards `save_total_limit`.
 
-        What other runs and other tools wrote is not ours to remove.
+        Checkpoints of other runs and other tools are never removable.
         """
-        ours = (one for one in found if one.problem is None and one.manifest is not None and one.manifest.run == run)
-        valid = sorted(ours, key=lambda one: -one.step)
+        of_run = (each for each in checkpoints if each.problem is None and each.manifest and each.manifest.run == run)
+        valid = sorted(of_run, key=lambda checkpoint: -checkpoint.step)
         if self.keep_requested:
-            valid = [one for one in valid if one.manifest is not None and one.manifest.unrequested]
+            valid = [each for each in valid if each.manifest is not None and each.manifest.unrequested]
         if self.keep is None or len(valid) <= self.keep:
             return []
-        wanted = {saved, *pinned} & {one.step for one in valid}
-        others = [one.step for one in valid if one.step not in wanted]
-        wanted |= set(others[: max(0, self.keep - len(wanted))])
+        steps = [checkpoint.step for checkpoint in valid]
+        kept = {saved, *pinned} & set(steps)
+        others = [step for step in steps if step not in kept]
+        kept |= set(others[: max(0, self.keep - len(kept))])
         if self.keep_every is not None:
-            wanted |= {one.step for one in valid if one.step % self.keep_every == 0}
+            kept |= {step for step in steps if step % self.keep_every == 0}
         if self.best is not None:
             metric, mode = self.best
-            scored = [
-                (one.manifest.metrics[metric], one.step)
-                for one in valid
-                if one.manifest is not None and metric in one.manifest.metrics
+            scores = [
+                (each.manifest.metrics[metric], each.step)
+                for each in valid
+                if each.manifest is not None and metric in each.manifest.metrics
             ]
-            if scored:
-                wanted.add((min if mode == "min" else max)(scored)[1])
-        return [one for one in reversed(valid) if one.step not in wanted]
+            if scores:
+                kept.add((min if mode == "min" else max)(scores)[1])
+        return [checkpoint for checkpoint in reversed(valid) if checkpoint.step not in kept]
 
 
 def hide_unless_read(disk: Disk, path: Path) -> Path | None:
-    """Take a checkpoint's name away; what is left to remove, or None where somebody reads it."""
-    with _nobody_reads(path) as free:
-        return commit.hide(disk, path) if free else None
+    """Take a checkpoint's name away. Returns the folder that is left to remove; None if it is being read."""
+    with _locked_against_readers(path) as locked:
+        return commit.hide(disk, path) if locked else None
 
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """While inside, retention (of this or another process) leaves the checkpoint alone."""
+    """While inside, neither this nor another process prunes the checkpoint."""
     try:
         fd = os.open(path / MANIFEST, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:  # foreign: there is nothing to lock, and retention counts it like the others
+    except OSError:  # a foreign checkpoint has nothing to lock, and is never pruned
         yield
         return
     try:
@@ -95,7 +96,8 @@ def reading(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _nobody_reads(path: Path) -> Iterator[bool]:
+def _locked_against_readers(path: Path) -> Iterator[bool]:
+    """Yields False if the checkpoint is being read; True also where there are no locks."""
     try:
         fd = os.open(path / MANIFEST, os.O_RDWR | os.O_CLOEXEC)
     except OSError:

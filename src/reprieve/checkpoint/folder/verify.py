@@ -1,4 +1,4 @@
-"""Every byte of one checkpoint, against its manifest, or against its own structure where it has none."""
+"""Reads every byte of one checkpoint and verifies it against its manifest, or, without one, its own structure."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from reprieve.errors import InvalidCheckpoint
 def verify(
     path: Path, pool: BlockPool, *, progress: Callable[[int], None] | None = None, cache: Cache = Cache.AVOID
 ) -> CheckpointInfo:
-    """Read every byte of a checkpoint; InvalidCheckpoint names the first thing that is wrong."""
+    """Read every byte of a checkpoint; InvalidCheckpoint names the first problem."""
     try:
-        found = inspect_checkpoint(path)
+        checkpoint = inspect_checkpoint(path)
     except FileNotFoundError as error:
         raise InvalidCheckpoint("there is no such checkpoint", path=path) from error
-    found.check()
-    if found.manifest is None:
+    checkpoint.check()
+    if checkpoint.manifest is None:
         check_foreign(path, progress=progress)
-        return found
-    with Reader(path, pool, block_bytes=found.manifest.block_bytes, cache=cache) as reader:
-        for name, entry in found.manifest.files.items():
+        return checkpoint
+    with Reader(path, pool, block_bytes=checkpoint.manifest.block_bytes, cache=cache) as reader:
+        for name, entry in checkpoint.manifest.files.items():
             reader.open(name, entry)
         reader.run(progress=progress)
-    return found
+    return checkpoint

@@ -1,7 +1,8 @@
-"""Bytes that one rank holds and another one writes: the ends of shards in a page that they share.
+"""Exchanges the ends of shards that share a page: one rank holds the bytes, another one writes the page.
 
-A disk's page has one writer, so the others give it theirs: before the first page is sealed, each rank hands every
-other one bundle with all that it needs, in an order that both know (`division` is the same on all ranks).
+A page of a disk has a single writer, so the other ranks send it their bytes. Before the first page is sealed, each rank
+sends every other one a single bundle with all that it needs, in an order that both know (`partition` computes the same
+on all ranks).
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ class SharedPageRange(NamedTuple):
 
 
 def shared_page_ranges(parts: Sequence[FileShare]) -> Iterator[SharedPageRange]:
+    """Every range that another rank writes than the one that holds it, in the same order on all ranks."""
     for part in parts:
-        if not part.layout.by_all:
+        if not part.layout.is_shared:
             continue
-        pieces, number = part.pieces, 0
+        pieces, number = part.ranges, 0
         for segment in part.layout.segments:
             if not isinstance(segment, Segment) or segment.holders is None:
                 continue
@@ -46,39 +48,40 @@ def shared_page_ranges(parts: Sequence[FileShare]) -> Iterator[SharedPageRange]:
 
 
 def outgoing(parts: Sequence[FileShare], rank: int, pool: BlockPool) -> dict[int, bytes]:
-    """What this rank has to give to each other rank. Read from the live state: before training goes on."""
+    """The bundle for each rank that writes bytes of this one. It is read from the live state, before training
+    continues."""
     bundles: dict[int, list[bytes]] = {}
-    edges = [edge for edge in shared_page_ranges(parts) if edge.sender == rank]
-    if not edges:
+    ranges = [shared for shared in shared_page_ranges(parts) if shared.sender == rank]
+    if not ranges:
         return {}
     block = pool.take()
     assert block is not None
     try:
         with CopyStreams(devices_of(part.layout for part in parts)) as streams:
-            for edge in edges:
-                for start in range(edge.start, edge.stop, BLOCK_BYTES):
-                    stop = min(start + BLOCK_BYTES, edge.stop)
-                    assert edge.segment.source is not None
-                    edge.segment.source.copy(block, 0, start - edge.segment.offset, stop - edge.segment.offset)
+            for shared in ranges:
+                for start in range(shared.start, shared.stop, BLOCK_BYTES):
+                    stop = min(start + BLOCK_BYTES, shared.stop)
+                    assert shared.segment.source is not None
+                    shared.segment.source.copy(block, 0, start - shared.segment.offset, stop - shared.segment.offset)
                     streams.wait()
-                    bundles.setdefault(edge.owner, []).append(bytes(block.view[: stop - start]))
+                    bundles.setdefault(shared.owner, []).append(bytes(block.view[: stop - start]))
     finally:
         pool.give(block)
     return {owner: b"".join(bundle) for owner, bundle in bundles.items()}
 
 
 def senders(parts: Sequence[FileShare], rank: int) -> list[int]:
-    """The ranks that have something for this one."""
-    return sorted({edge.sender for edge in shared_page_ranges(parts) if edge.owner == rank})
+    """The ranks that send this one a bundle."""
+    return sorted({shared.sender for shared in shared_page_ranges(parts) if shared.owner == rank})
 
 
 def incoming(parts: Sequence[FileShare], rank: int, bundles: Mapping[int, bytes]) -> dict[str, list[tuple[int, bytes]]]:
-    """What other ranks gave: by file, offsets and the bytes there, in order."""
+    """The received bytes by file, each with its offset, in order."""
     used = dict.fromkeys(bundles, 0)
     out: dict[str, list[tuple[int, bytes]]] = {}
-    for edge in shared_page_ranges(parts):
-        if edge.owner == rank:
-            at, size = used[edge.sender], edge.stop - edge.start
-            out.setdefault(edge.part.layout.name, []).append((edge.start, bundles[edge.sender][at : at + size]))
-            used[edge.sender] = at + size
+    for shared in shared_page_ranges(parts):
+        if shared.owner == rank:
+            at, size = used[shared.sender], shared.stop - shared.start
+            out.setdefault(shared.part.layout.name, []).append((shared.start, bundles[shared.sender][at : at + size]))
+            used[shared.sender] = at + size
     return out

@@ -1,4 +1,7 @@
-"""Which files a state becomes, how large each will be and which rank writes what, before a byte moves."""
+"""The plan of a save: which files a state becomes, how large each is and which rank writes what.
+
+It is made before a byte moves. `SaveJob` carries it out.
+"""
 
 from __future__ import annotations
 
@@ -25,25 +28,26 @@ SHARD_BYTES = 50 * 10**9
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The files of one save that this rank has a part in."""
+    """The files of one save that this rank writes, whole or in part."""
 
     files: list[FileLayout]
     parts: list[FileShare] = field(repr=False)
-    """What this rank writes of each."""
+    """This rank's share of each file."""
 
     @property
     def bytes(self) -> int:
+        """The size of the files together, the shares of other ranks included."""
         return sum(file.size for file in self.files)
 
     @property
     def folders(self) -> set[str]:
-        """Those that its files lie in, below the checkpoint's own."""
-        return {str(one) for file in self.files for one in PurePosixPath(file.name).parents[:-1]}
+        """The folders below the checkpoint's own that its files are in."""
+        return {str(folder) for file in self.files for folder in PurePosixPath(file.name).parents[:-1]}
 
     @property
     def share(self) -> int:
         """Bytes that this rank writes."""
-        return sum(piece.stop - piece.start for part in self.parts for piece in part.mine)
+        return sum(piece.stop - piece.start for part in self.parts for piece in part.own_ranges)
 
     @property
     def blocks(self) -> int:
@@ -55,27 +59,27 @@ class Plan:
 
         Without `alone`, only of the files that no other rank writes parts of.
         """
-        files = self.files if alone else [file for file in self.files if not file.by_all]
+        files = self.files if alone else [file for file in self.files if not file.is_shared]
         return sum(file.size + PAGE + file.size // BLOCK_BYTES * 64 for file in files) + (4 * PAGE if alone else 0)
 
     def fingerprints(self) -> dict[str, str]:
-        """Of each file that all ranks write parts of: the same on all of them, or they must not."""
-        return {file.name: _fingerprint(file) for file in self.files if file.by_all}
+        """A fingerprint of each file that all ranks write parts of. It must be the same on all of them."""
+        return {file.name: _fingerprint(file) for file in self.files if file.is_shared}
 
 
 def plan(
     state: State,
     values: Mapping[str, Any] | None = None,
     *,
-    more: Sequence[FileLayout] = (),
+    extra_files: Sequence[FileLayout] = (),
     rng: bool = True,
     shard_bytes: int = SHARD_BYTES,
     rank: int = 0,
     world_size: int = 1,
 ) -> Plan:
-    """`more`: files of this rank beside those of the state.
+    """Plan a save of the state as it is now. `extra_files`: files of this rank beside those of the state.
 
-    Large files first: the disk is busy from the first moment, and the small ones share its last flush.
+    Large files come first: they keep the disk busy from the start, and the small ones share its last flush.
     """
     captured = state.captured(values, rng=rng)
     files: list[FileLayout] = []
@@ -83,7 +87,7 @@ def plan(
     for name, tensors in captured.modules.items():
         of_rank_0, ties = captured.buffers[name], captured.ties[name]
         for layout in layout_safetensors(name, tensors, shard_bytes=shard_bytes, ties=ties, of_rank_0=of_rank_0):
-            layout.by_all = several and layout.name.endswith(".safetensors")
+            layout.is_shared = several and layout.name.endswith(".safetensors")
             files.append(layout)
     for name, extras in captured.extras.items():
         if extras:
@@ -101,40 +105,41 @@ def plan(
         if sharing is Sharing.OWN:
             own[name] = tree
         else:
-            files.append(layout_torch(tree_file(name), tree, by_all=sharing is Sharing.ALL))
-    files = [file for file in files if file.by_all or rank == 0]
+            files.append(layout_torch(tree_file(name), tree, is_shared=sharing is Sharing.ALL))
+    files = [file for file in files if file.is_shared or rank == 0]
     files += [layout_torch(tree_file(name, rank), tree) for name, tree in own.items()]
-    files += more
+    files += extra_files
     for layout in files:
-        if not layout.by_all:
+        if not layout.is_shared:
             _refuse_shards(layout, rank)
-    files.sort(key=lambda file: (not file.by_all, -file.size, file.name))
+    files.sort(key=lambda file: (not file.is_shared, -file.size, file.name))
     return Plan(files, partition_files(files, rank, world_size))
 
 
 def own_buffers(captured: Captured, name: str) -> dict[str, Any]:
+    """The buffers of a module that each rank keeps for itself."""
     return {key: value for key, value in captured.modules[name].items() if key in captured.buffers[name]}
 
 
 def _refuse_shards(layout: FileLayout, rank: int) -> None:
-    """Of a file that this rank writes alone it must hold every byte."""
+    """Raise StateError for a sharded tensor in a file that this rank writes alone: it does not hold every byte."""
     for segment in layout.segments:
         if isinstance(segment, Segment) and not segment.held_by(rank):
             path: tuple[object, ...] = (segment.label,)
             if layout.pickled is not None:
-                lacking = layout.pickled.storages[int(segment.label.removeprefix("data/"))]
-                path = next((path for path, tensor in tensors_in(layout.pickled.tree) if tensor is lacking), path)
+                sharded = layout.pickled.storages[int(segment.label.removeprefix("data/"))]
+                path = next((path for path, tensor in tensors_in(layout.pickled.tree) if tensor is sharded), path)
             raise StateError(
-                f"{layout.name}: {'.'.join(map(str, path))} is spread over ranks, but this file is what each rank has "
-                "for itself. Modules and optimizers may have such tensors; of others save `full_tensor()`"
+                f"{layout.name}: {'.'.join(map(str, path))} is sharded over ranks, but each rank saves this file for "
+                "itself. Modules and optimizers may have sharded tensors; of others save `full_tensor()`"
             )
 
 
 def _fingerprint(layout: FileLayout) -> str:
     digest = BlockHash()
     for segment in layout.segments:
-        held = segment.holders if isinstance(segment, Segment) else None
-        digest.update(repr((segment.offset, segment.length, held)).encode())
+        holders = segment.holders if isinstance(segment, Segment) else None
+        digest.update(repr((segment.offset, segment.length, holders)).encode())
         if isinstance(segment, Segment) and isinstance(segment.source, BytesSource):
             digest.update(segment.source.data)
     return digest.hexdigest()

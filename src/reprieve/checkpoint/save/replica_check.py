@@ -1,8 +1,8 @@
-"""Replicas that should be equal and are not: found on a sample, at every save.
+"""Compares replicas that should be equal, on a sample, at every save.
 
-Each replica of a tensor writes another part of it, so ranks that have drifted apart (a missed broadcast, a bad GPU)
-would be mixed in the checkpoint. Before a save every rank hashes the same few pieces of what is replicated;
-which ones changes with the step, so that a lasting difference is found sooner or later.
+Each replica of a tensor writes another part of it, so a checkpoint would mix ranks that have drifted apart (a missed
+broadcast, a bad GPU). Before a save every rank hashes the same few pieces of what is replicated. The pieces change with
+the step, so that a lasting difference is found sooner or later.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _SAMPLE_BYTES = 2**16
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """A tensor that is not the same on ranks that should have the same."""
+    """A tensor that differs between ranks that should hold the same values."""
 
     tensor: str
     ranks: tuple[int, ...]
-    """Those that differ from most others."""
+    """The ranks that differ from the majority."""
 
     def __str__(self) -> str:
         ranks = ", ".join(map(str, self.ranks))
@@ -42,11 +42,11 @@ def sample(plan: Plan, seed: int, rank: int, pool: BlockPool) -> dict[str, str]:
     candidates = [
         (layout.name, segment)
         for layout in plan.files
-        if layout.by_all
+        if layout.is_shared
         for segment in layout.segments
         if isinstance(segment, Segment) and segment.label and (segment.holders is None or len(segment.holders) > 1)
     ]
-    choice = random.Random(seed)  # noqa: S311 - of its own: the training's generators are not touched
+    choice = random.Random(seed)  # noqa: S311 - a generator of its own: the training's are not touched
     chosen = choice.sample(candidates, min(_SAMPLES, len(candidates)))
     starts = [choice.randrange(max(1, segment.length - _SAMPLE_BYTES + 1)) for _, segment in chosen]
     digests: dict[str, str] = {}
@@ -67,18 +67,18 @@ def sample(plan: Plan, seed: int, rank: int, pool: BlockPool) -> dict[str, str]:
 
 
 def compare(samples: Sequence[Mapping[str, str]], plan: Plan) -> list[Divergence]:
-    """What differs between the ranks."""
-    found = []
-    for place in sorted({place for of_rank in samples for place in of_rank}):
-        seen = {rank: of_rank[place] for rank, of_rank in enumerate(samples) if place in of_rank}
-        usual = Counter(seen.values()).most_common(1)[0][0]
-        if odd := tuple(rank for rank, digest in seen.items() if digest != usual):
-            found.append(Divergence(_tensor_at(place, plan), odd))
-    return found
+    """The tensors that differ between ranks. `samples`: the checksums of each rank."""
+    divergences = []
+    for place in sorted({place for sample in samples for place in sample}):
+        digests = {rank: sample[place] for rank, sample in enumerate(samples) if place in sample}
+        majority = Counter(digests.values()).most_common(1)[0][0]
+        if differing := tuple(rank for rank, digest in digests.items() if digest != majority):
+            divergences.append(Divergence(_tensor_at(place, plan), differing))
+    return divergences
 
 
 def _tensor_at(place: str, plan: Plan) -> str:
-    """A name that a person knows: `model.weight`, or `optimizer.state.0.exp_avg`."""
+    """The tensor's name as the user knows it: `model.weight`, or `optimizer.state.0.exp_avg`."""
     file, label = place.rsplit("@", 1)[0].split("/", 1)
     name = file.split(".", 1)[0]
     layout = next(layout for layout in plan.files if layout.name == file)

@@ -1,4 +1,4 @@
-"""What a save was asked for with, and what its manifest says of that."""
+"""What a save was called with, and the manifest that records it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger("reprieve")
 
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
-    """As it was given: what is wrong with it on one rank, all should know."""
+    """The arguments of a save, unchecked: an agreement checks them, so that an error on one rank reaches all."""
 
     step: int
     epoch: float | None
@@ -35,17 +35,19 @@ class SaveRequest:
     extra_files: Callable[[], Sequence[FileLayout]]
     unrequested: bool
     replace: bool
+    is_last: bool = False
+    """The process ends after this save: it is not followed by pruning."""
 
     def manifest(
-        self, created: datetime, owner: LeaseView, ranks: Ranks, *, parent: str | None, state: list[str]
+        self, created: datetime, lease: LeaseView, ranks: Ranks, *, parent: str | None, state: list[str]
     ) -> Manifest:
-        """Without the files."""
+        """The manifest of the save, without its files."""
         return Manifest(
             step=self.step,
             epoch=None if self.epoch is None else float(self.epoch),
             created=created.isoformat(timespec="seconds"),
-            run=owner.run,
-            attempt=owner.attempt,
+            run=lease.run,
+            attempt=lease.attempt,
             parent=parent,
             world_size=ranks.world_size,
             versions=_versions(),
@@ -56,23 +58,24 @@ class SaveRequest:
         )
 
 
-def check_same_step(plans: list[dict[str, Any]]) -> None:
-    if len({one["step"] for one in plans}) > 1:
-        by_rank = ", ".join(f"rank {rank} at {one['step']}" for rank, one in enumerate(plans))
-        raise StateError(f"the ranks save at different steps: {by_rank}")
+def check_same_step(steps: Sequence[int]) -> None:
+    """Raise StateError unless all ranks save the same step. `steps`: the step of each rank."""
+    if len(set(steps)) > 1:
+        by_rank = ", ".join(f"rank {rank} at {step}" for rank, step in enumerate(steps))
+        raise StateError(f"the ranks save at different steps: {by_rank}. Save after the same step on every rank")
 
 
 def _finite(metrics: Mapping[str, float] | None) -> dict[str, float]:
     numbers = {name: float(value) for name, value in (metrics or {}).items()}
-    odd = sorted(name for name, value in numbers.items() if not math.isfinite(value))
-    if odd:
-        log.warning("metrics that are not finite are not recorded with the checkpoint: %s", ", ".join(odd))
+    not_finite = sorted(name for name, value in numbers.items() if not math.isfinite(value))
+    if not_finite:
+        log.warning("metrics that are not finite are not recorded with the checkpoint: %s", ", ".join(not_finite))
     return {name: value for name, value in numbers.items() if math.isfinite(value)}
 
 
 def _versions() -> dict[str, str]:
-    found = {"reprieve": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
+    versions = {"reprieve": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
     for package in ("safetensors", "numpy", "transformers"):
         with contextlib.suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            versions[package] = version(package)
+    return versions

@@ -1,4 +1,4 @@
-"""How far the running save is, and how fast saves are: what a deadline is held against."""
+"""The progress of the running save and the speed of past ones, to tell whether a save fits before a deadline."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from reprieve.clock import Clock
 
 @dataclass(slots=True)
 class SaveInProgress:
-    """A save that is being written, as this rank sees it."""
+    """A save that is being written, as seen by this rank."""
 
     step: int
     bytes: int
     share: int
-    """What this rank writes of them, nearly."""
-    began: float
+    """The bytes that this rank writes, about."""
+    started_at: float
     clock: Clock
-    moved: int = 0
+    written_bytes: int = 0
 
-    def seconds_left(self) -> float | None:
-        """At the speed so far; None as long as nothing was written."""
-        if not self.moved:
+    def remaining_s(self) -> float | None:
+        """The time until it is written, at the speed so far; None before the first byte."""
+        if not self.written_bytes:
             return None
-        return (self.clock.monotonic() - self.began) * max(0, self.share - self.moved) / self.moved
+        return (self.clock.monotonic() - self.started_at) * max(0, self.share - self.written_bytes) / self.written_bytes
 
 
 class SaveThroughput:
-    """Of the saves of one process, one at a time. Entered while one is written."""
+    """The speed of the saves of one process, which run one at a time. Entered while one is written."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -38,40 +38,41 @@ class SaveThroughput:
         self._abort = False
 
     def begin(self, step: int, size: int, world_size: int) -> None:
+        """Note the size of the save that is written next."""
         self._abort = False
         self._next = SaveInProgress(step, size, size // world_size, 0.0, self._clock)
 
     def __enter__(self) -> None:
         self.running = self._next
         if self.running is not None:
-            self.running.began = self._clock.monotonic()
+            self.running.started_at = self._clock.monotonic()
 
     def __exit__(self, error: object, *exc: object) -> None:
-        done, self.running = self.running, None
-        if done is not None and error is None and done.bytes:
-            self._seconds_per_byte = (self._clock.monotonic() - done.began) / done.bytes
+        ended, self.running = self.running, None
+        if ended is not None and error is None and ended.bytes:
+            self._seconds_per_byte = (self._clock.monotonic() - ended.started_at) / ended.bytes
 
     def seconds_for(self, size: int) -> float | None:
-        """By the last one; None before it."""
+        """The time that a save of this size takes at the speed of the last one; None before the first."""
         return None if self._seconds_per_byte is None else size * self._seconds_per_byte
 
     def abort(self) -> None:
-        """Have the running one fail. From any thread."""
+        """Make the running save fail. From any thread."""
         self._abort = True
 
     def counting(self, progress: Callable[[int], None] | None) -> Callable[[int], None]:
-        """What the writer reports its bytes to."""
+        """The callback that counts the bytes of the writer and passes them on to `progress`."""
 
-        def moved(count: int) -> None:
+        def count_bytes(count: int) -> None:
             if self._abort:
                 raise SaveAborted
             if (running := self.running) is not None:
-                running.moved += count
+                running.written_bytes += count
             if progress is not None:
                 progress(count)
 
-        return moved
+        return count_bytes
 
 
 class SaveAborted(Exception):
-    """Somebody needs the time for another save."""
+    """The save was aborted, because another one needs the time."""

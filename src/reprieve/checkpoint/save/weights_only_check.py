@@ -1,7 +1,7 @@
-"""What could be saved but not loaded again is found at start-up and before a save is written, not at the resume.
+"""Finds state that could be saved but not loaded again: at start-up and before each save, not at the resume.
 
-Pickling tells which classes and functions loading will look up. Once a pickle with just these has been loaded the way
-`weights_only` does, others need not be: torch's unpickler takes 50 µs a tensor, and a save can be in a hurry.
+Pickling shows which classes and functions loading will look up. Once a pickle with just these has been loaded the way
+`weights_only` does, others need not be: torch's unpickler takes 50 µs a tensor, and a save can be short of time.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def check_loadable(plan: Plan) -> None:
             _load(file.name, file.pickled)
         except (UnsafeState, InvalidCheckpoint) as error:
             raise UnsafeState(
-                f"{file.name} could be saved but not loaded again: {error}\nKeep to tensors, numbers, strings and "
+                f"{file.name} could be saved but not loaded again: {error}\nUse only tensors, numbers, strings and "
                 "containers in that state, or allow its types with torch.serialization.add_safe_globals"
             ) from error
 
 
 @functools.cache
 def _proven() -> frozenset[object]:
-    """What tensors, parameters and ordered dicts need, shown once to be loadable."""
+    """The globals of tensors, parameters and ordered dicts, once a sample of them has been loaded."""
     tensors = [torch.zeros(1, dtype=dtype) for dtype in KINDS if not str(dtype).startswith("torch.q")]
     pickled = pickle_without_data("a sample", [OrderedDict(tensors=tensors), torch.nn.Parameter(torch.zeros(1))])
     _load("a sample", pickled)

@@ -24,6 +24,7 @@ from reprieve.checkpoint.folder.catalog import list_checkpoints
 from reprieve.checkpoint.folder.lease import FolderLease, LeaseRecord, acquire, read_record
 from reprieve.checkpoint.folder.verify import verify
 from reprieve.checkpoint.format.manifest import SENTINEL
+from reprieve.host import boot_id
 from reprieve.storage.disk import Disk, OpenFile
 from tests.support.helpers import FakeClock, manifest, pool, small_model
 
@@ -122,7 +123,7 @@ def test_on_another_machine_silence_is_death(tmp_path: Path, clock: FakeClock) -
 
 
 def test_on_this_machine_a_free_lock_is_death_at_once(tmp_path: Path, clock: FakeClock) -> None:
-    leave_record(tmp_path, boot=lease._boot_id())
+    leave_record(tmp_path, boot=boot_id())
     take(tmp_path, clock=clock).release()
     assert clock.slept == 0
 
@@ -149,7 +150,7 @@ def test_a_record_that_is_not_readable_is_replaced(tmp_path: Path, text: str) ->
 def test_a_record_that_somebody_removed_fences(tmp_path: Path) -> None:
     one = take(tmp_path, "r")
     (tmp_path / ".reprieve/owner.json").unlink()
-    with pytest.raises(Fenced, match="removed the owner record"):
+    with pytest.raises(Fenced, match="removed the lease record"):
         one.check()
     one.release()
 
@@ -173,8 +174,8 @@ def test_a_fenced_attempt_stops_its_heartbeat_and_gives_up_its_lock(
     monkeypatch.setattr(lease, "HEARTBEAT", timedelta(milliseconds=5))
     first = take(tmp_path, "r")
     second = take(tmp_path, "r", wait=timedelta(milliseconds=1))
-    first._beat.join(5)
-    assert not first._beat.is_alive()
+    first._heartbeat_thread.join(5)
+    assert not first._heartbeat_thread.is_alive()
     end = time.monotonic() + 5
     while second._lock is None and time.monotonic() < end:
         time.sleep(0.005)
@@ -300,10 +301,10 @@ def test_the_folder_is_given_up_also_while_somebody_holds_the_commit_lock(
 
 def test_a_start_that_fails_gives_the_folder_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from reprieve import StorageFull
-    from reprieve.checkpoint.buffers import staging
+    from reprieve.checkpoint.folder import disk_space
 
     with monkeypatch.context() as patch:
-        patch.setattr(staging, "free_bytes", lambda folder: 10)
+        patch.setattr(disk_space, "free_bytes", lambda folder: 10)
         with pytest.raises(StorageFull):
             Checkpointer(tmp_path, model=small_model())
     Checkpointer(tmp_path, model=small_model()).close()

@@ -107,16 +107,16 @@ def test_a_run_keeps_what_it_should(tmp_path: Path) -> None:
 
 
 def test_saves_without_a_pause_do_not_keep_retention_from_running(tmp_path: Path) -> None:
-    """A read-back gives way to a save that somebody waits for, and not to the next one as well."""
+    """A read-back yields to a save that blocks training, but not to the next one as well."""
     with Checkpointer(tmp_path, model=nn.Linear(512, 512), keep=None) as checkpointer:
         for step in (1, 2, 3):
             checkpointer.save(step)
-        retiring = Pruner(Disk(), tmp_path, Retention(keep=1))
-        retiring.newest = 3
-        with retiring.giving_way():
-            for left in ([3, 2, 1], [3]):
-                retiring.prune(checkpointer._owner)  # type: ignore[arg-type]
-                assert steps(tmp_path) == left
+        pruner = Pruner(Disk(), tmp_path, Retention(keep=1))
+        pruner.newest = 3
+        with pruner.giving_way():
+            for remaining in ([3, 2, 1], [3]):
+                pruner.prune(checkpointer._lease)  # type: ignore[arg-type]
+                assert steps(tmp_path) == remaining
 
 
 def test_a_full_disk_waits_for_what_is_about_to_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,10 @@ def test_nothing_goes_when_the_newest_cannot_be_read_back_for_now(
             checkpointer.save(2)
             checkpointer.wait()
         assert steps(tmp_path) == [2, 1]
-        assert f"nothing is removed: the newest checkpoint did not pass when read back: [Errno {code}]" in caplog.text
+        assert (
+            f"no checkpoint is removed: the newest one failed verification when read back: [Errno {code}]"
+            in caplog.text
+        )
         checkpointer.save(3)
     assert steps(tmp_path) == [3]
 
@@ -255,7 +258,8 @@ def test_a_removal_that_was_cut_short_leaves_nothing_that_looks_valid(tmp_path: 
             checkpointer.save(step)
     for at in range(30):
         disk = FailingDisk(at, forever=True)
-        from reprieve.checkpoint.folder.commit import clean_up, remove
+        from reprieve.checkpoint.folder.commit import remove
+        from reprieve.checkpoint.folder.startup import clean_up
 
         try:
             remove(disk, tmp_path / "checkpoint-1")

@@ -18,7 +18,7 @@ from reprieve.checkpoint.folder.verify import verify
 from reprieve.checkpoint.format.manifest import MANIFEST
 from tests.support.helpers import SOAK, pool, train
 
-FLIPS = 20_000 if SOAK else 2_000
+FLIPS = 20_000 if SOAK else 600
 
 pytestmark = pytest.mark.soak
 

@@ -104,7 +104,7 @@ def test_a_bad_newest_one_is_passed_over_and_set_aside(tmp_path: Path, damage: A
     assert reason in result.passed_over[0].reason
     found = list_checkpoints(tmp_path)
     assert [one.path.name for one in found] == ["checkpoint-2", "checkpoint-1", "checkpoint-3.set-aside"]
-    assert found[-1].problem.startswith("set aside: ")
+    assert found[-1].problem.startswith("quarantined: ")
     assert reason in found[-1].problem
     assert resumed(tmp_path)[0] == 2
 
@@ -195,7 +195,7 @@ def test_one_of_another_run_does_not_count_as_saved(tmp_path: Path) -> None:
     ours, theirs = list_checkpoints(tmp_path)
     assert ours.manifest is not None and (ours.path.name, ours.manifest.run) == ("checkpoint-1", "r")
     assert theirs.path.name == "checkpoint-1.set-aside"
-    assert theirs.problem == "set aside: run 'r' saved the same step; this one is of run 'other'"
+    assert theirs.problem == "quarantined: run 'r' saved the same step; this one is of run 'other'"
     assert resumed(tmp_path)[0] == 77
 
 
@@ -216,10 +216,10 @@ def test_without_a_name_the_run_of_the_folder_goes_on(tmp_path: Path, monkeypatc
 
 
 def test_space_is_checked_with_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from reprieve.checkpoint.buffers import staging
+    from reprieve.checkpoint.folder import disk_space
 
     with Checkpointer(tmp_path, model=Counter()) as checkpointer:
-        monkeypatch.setattr(staging, "free_bytes", lambda folder: 5000)
+        monkeypatch.setattr(disk_space, "free_bytes", lambda folder: 5000)
         with pytest.raises(StorageFull, match=rf"{tmp_path}: .* needed, 5 kB free"):
             checkpointer.save(1)
         monkeypatch.undo()

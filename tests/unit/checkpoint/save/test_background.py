@@ -104,7 +104,7 @@ def test_a_second_one_is_left_out_and_says_so(tmp_path: Path, caplog: pytest.Log
         first = checkpointer.save(1, background=True)
         second = checkpointer.save(2, background=True)
         assert second.skipped
-        assert "step 2 is left out" in caplog.text
+        assert "step 2 is skipped" in caplog.text
         disk.go.set()
         first.wait()
         checkpointer.wait()
@@ -314,7 +314,7 @@ class FailsWhenLookedAtTwice(Future[None]):
         return super().done()
 
 
-@pytest.mark.parametrize("look", [Background.raise_error, Background.drain])
+@pytest.mark.parametrize("look", [Background.raise_errors, Background.drain])
 def test_an_error_that_comes_while_somebody_looks_is_told_the_next_time(
     look: Callable[[Background], BaseException | None],
 ) -> None:
@@ -336,7 +336,7 @@ def test_of_several_errors_the_first_is_told_and_the_others_are_logged(
         raise OSError(errno.EIO, what)
 
     for what in ("the first", "the second", "the third"):
-        background.do(partial(fail, what))
+        background.submit(partial(fail, what))
     background.join()
     try:
         error = look(background)

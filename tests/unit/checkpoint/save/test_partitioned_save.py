@@ -242,7 +242,7 @@ def test_a_small_ring_and_many_late_pages() -> None:
     shape = Shape("file", records, zipped=True)
     content = random.Random(0).randbytes(shape.layout(None).size)
     by_rank = [partition_files([shape.layout(rank, content)], rank, 2) for rank in range(2)]
-    assert sum(piece.late for piece in by_rank[0][0].pieces) > 2000
+    assert sum(piece.late for piece in by_rank[0][0].ranges) > 2000
     pools = [BlockPool(limit=1), BlockPool(limit=1)]
     with folder() as root:
         verify(root, write_together(root, by_rank, random.Random(0), pools=pools))
@@ -266,7 +266,7 @@ def test_neighbouring_pieces_are_one_write() -> None:
     disk = Counted()
     with folder() as root:
         verify(root, write_together(root, by_rank, random.Random(0), disk=disk))
-    pieces = by_rank[0][0].pieces
+    pieces = by_rank[0][0].ranges
     owners_change = sum(one.owner != other.owner for one, other in itertools.pairwise(pieces))
     assert disk.writes == owners_change + 1 < len(pieces) / 1.5
 
@@ -466,7 +466,7 @@ def test_shards_in_what_is_a_ranks_own() -> None:
     with as_rank(1, 2):
         mine = {"ema": {"w": spread(torch.ones(5, 5), 1)}}
         state = State({"model": nn.Linear(2, 2), "mine": mine})
-        with pytest.raises(StateError, match=r"mine\.1\.pt: ema\.w is spread over ranks"):
+        with pytest.raises(StateError, match=r"mine\.1\.pt: ema\.w is sharded over ranks"):
             plan(state, rng=False, rank=1, world_size=2)
 
 
