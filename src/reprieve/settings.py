@@ -145,7 +145,7 @@ class Settings:
     every: Any = field(
         metadata=_declare(
             "CHECKPOINT_INTERVAL",
-            "how often to save: 500 (steps), epoch, 10m, never, or auto (from the cost of a save and the rate of failures)",
+            "how often to save: 500 (steps), epoch, 10m, never, or auto (from save cost and failure rate)",
             "10m",
             metavar="INTERVAL",
             default_text="10m",
@@ -248,7 +248,7 @@ class Settings:
     metrics_port: int | str = field(
         metadata=_declare(
             "REPRIEVE_METRICS_PORT",
-            "HTTP port that serves progress, as JSON and for Prometheus: a port, 0 (any), off, or auto (28080 in a pod)",
+            "HTTP port for progress as JSON and Prometheus metrics: a port, 0 (any), off, or auto (28080 in a pod)",
             AUTO,
             parse=_parse_port,
             metavar="PORT",

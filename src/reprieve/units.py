@@ -1,4 +1,4 @@
-"""How people write durations and sizes ("5m", "50GB"), and how we write them back."""
+"""Parses durations and sizes as people write them ("5m", "50GB"), and formats them for messages."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 
 
 def parse_duration(text: str | float | timedelta) -> timedelta:
-    """`"90s"`, `"5m"`, `"1h30m"`, a number of seconds, or a timedelta; always more than zero."""
+    """Convert `"90s"`, `"5m"`, `"1h30m"`, a number of seconds or a timedelta. Zero and less raise ConfigError."""
     if isinstance(text, timedelta):
         duration = text
     elif isinstance(text, int | float):
         try:
             duration = timedelta(seconds=text)
         except (ValueError, OverflowError):
-            raise ConfigError(f"{text!r} is not a duration: give a finite number of seconds") from None
+            raise ConfigError(f"{text!r} is not a duration: use a finite number of seconds") from None
     else:
         parts = _DURATION.findall(text)
         if not parts or _DURATION.sub("", text).strip():
@@ -32,7 +32,7 @@ def parse_duration(text: str | float | timedelta) -> timedelta:
 
 
 def parse_size(text: str | int) -> int:
-    """`"50GB"`, `"256MiB"` or a number of bytes."""
+    """Convert `"50GB"`, `"256MiB"` or a number of bytes to bytes."""
     if isinstance(text, int):
         return text
     match = _SIZE.fullmatch(text.strip())
@@ -43,9 +43,18 @@ def parse_size(text: str | int) -> int:
 
 
 def format_size(count: float) -> str:
-    """Bytes for people: `1.49 GB`. Decimal units, as disks are sold and bandwidth is quoted."""
+    """Format a number of bytes: `1.49 GB`. Units are decimal, as for disks and bandwidths."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if abs(count) < 1000 or unit == "TB":
             break
         count /= 1000
     return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+
+
+def format_duration(seconds: float) -> str:
+    """A duration for people: `1 h 05 min`, `3 min 20 s`, `8.2 s`. Whole seconds stay whole: `8 s`."""
+    if seconds < 60:
+        return f"{seconds} s" if isinstance(seconds, int) else f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"

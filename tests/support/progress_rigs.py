@@ -89,7 +89,7 @@ class HttpRig(Rig):
             with urlopen(f"http://127.0.0.1:{self.port}/progress", timeout=10) as answer:
                 self.last = answer.read().decode()
         except OSError:  # it is closed: what was told last is what was answered last
-            self.last = json.dumps({"step": self.sink._told[0].step})  # type: ignore[union-attr]
+            self.last = json.dumps({"step": self.sink._latest[0].step})  # type: ignore[union-attr]
         return self.last
 
     def break_it(self) -> None:
@@ -109,7 +109,7 @@ class KubeflowRig(Rig):
     def __init__(self, folder: Path) -> None:
         self.server = StatusServer()
         self.sink = KubeflowSink(self.server.environment(folder))
-        self.sink._pause_s = 0.0
+        self.sink._interval_s = 0.0
 
     def seen(self) -> str:
         return self.server.bodies[-1] if self.server.bodies else ""

@@ -12,7 +12,6 @@ from reprieve.launcher_protocol import Listener
 from reprieve.progress import publisher
 from tests.support.helpers import FakeClock
 
-
 SLOW = (
     "checkpoint/restore/test_bitflips.py",
     "checkpoint/save/test_property.py",

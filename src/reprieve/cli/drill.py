@@ -24,7 +24,7 @@ from rich.text import Text
 from reprieve.cli.output import data, print_json, talk
 from reprieve.errors import ConfigError
 from reprieve.launch.command import NotFound, parse
-from reprieve.launch.drill import USUAL, Drill, Report
+from reprieve.launch.drill import DEFAULT_GRACE_PERIOD, Drill, DrillReport
 from reprieve.launch.messages import print_message
 from reprieve.preemption.deadline import resolve_grace_period
 from reprieve.settings import resolve
@@ -49,16 +49,16 @@ def main(args: Namespace) -> int:
         raise ConfigError("--steps: at least 1, or there is nothing to save")
     settings = resolve({"checkpoints": args.checkpoints, "grace_period": args.grace_period})
     known = resolve_grace_period(args.grace_period)
-    period = known.period or USUAL
+    period = known.period or DEFAULT_GRACE_PERIOD
     source = known.source if known.period is not None else "nothing is known of this platform: 30 s are usual"
     try:
-        job = Drill(
+        drill = Drill(
             parse(args.command), settings, os.environ, args.steps, parse_duration(args.timeout), print_message, _copying
         )
     except NotFound as error:
         print_message(str(error))
         return error.code
-    report = job.run(Report(period.total_seconds(), source))
+    report = drill.run(DrillReport(period.total_seconds(), source))
     talk.print()  # the job's output may have ended in the middle of a line
     if args.json:
         print_json(report.as_dict())
@@ -78,7 +78,7 @@ def _copying(total: int) -> Iterator[Callable[[int], None]]:
         yield lambda count: bar.advance(task, count)
 
 
-def _show(report: Report) -> None:
+def _show(report: DrillReport) -> None:
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="bold")
     table.add_column(justify="right")

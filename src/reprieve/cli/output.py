@@ -1,6 +1,6 @@
-"""How commands print: tables and JSON to stdout, everything else to stderr.
+"""The output of commands: tables and JSON go to stdout, everything else to stderr.
 
-What is printed is printed as it is, since paths and names may have brackets in them; what has a colour is a `Text`.
+Texts are printed without markup, since paths and names may contain brackets. Coloured text is a `Text`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,9 @@ def print_json(value: Any) -> None:
 
 
 def ago(moment: datetime) -> str:
+    """Return how long ago a moment was: `5 min ago`."""
     seconds = (datetime.now(timezone.utc) - moment).total_seconds()
     for name, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= size:
             return f"{seconds / size:.0f} {name} ago"
     return f"{max(0, seconds):.0f} s ago"
-
-
-def duration(seconds: float) -> str:
-    """`1 h 05 min`, `3 min 20 s`, `8.2 s`."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    if seconds < 3600:
-        return f"{seconds // 60:.0f} min {seconds % 60:02.0f} s"
-    return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:02.0f} min"

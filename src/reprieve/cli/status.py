@@ -17,10 +17,11 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from reprieve.cli.output import ago, data, duration, print_json, talk
+from reprieve.cli.output import ago, data, print_json, talk
 from reprieve.launch.runs.goodput import time_spent
 from reprieve.launch.runs.run_record import RunRecord, Runs
 from reprieve.run_state import RunState
+from reprieve.units import format_duration
 
 _COLOURS = {
     RunState.FINISHED: "green",
@@ -105,9 +106,9 @@ def _one(one: RunRecord) -> Table:
         ("checkpoint", _checkpoint(one)),
         ("checkpoints", one.checkpoints or ""),
         ("starts", f"{len(one.attempts)}, {one.restarts} of them after a failure"),
-        ("goodput", f"{used.goodput:.1%} of {duration(used.wall)}"),
+        ("goodput", f"{used.goodput:.1%} of {format_duration(used.wall)}"),
     ]
-    rows += [(f"  lost to {cause}", duration(seconds)) for cause, seconds in used.lost.items()]
+    rows += [(f"  lost to {cause}", format_duration(seconds)) for cause, seconds in used.lost.items()]
     for key, value in [*rows, ("last words", one.reason)]:
         if value:
             table.add_row(key, value)
@@ -124,7 +125,7 @@ def _state(one: RunRecord) -> Text:
 
 
 def _left(one: RunRecord) -> str:
-    return duration(one.eta_s) if one.eta_s is not None and one.state_now == RunState.RUNNING else ""
+    return format_duration(one.eta_s) if one.eta_s is not None and one.state_now == RunState.RUNNING else ""
 
 
 def _checkpoint(one: RunRecord) -> str:

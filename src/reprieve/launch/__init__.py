@@ -1,1 +1,1 @@
-"""`reprieve run`: starts a training command, looks after it, and says how it ended."""
+"""`reprieve run`: starts a training command, supervises it, and reports how it ended."""

@@ -1,10 +1,12 @@
-"""One start of the command, until nothing of it is left. A loop over what happens: signals to us, reports of the
-ranks, the end of the child, and time that is up.
+"""One start of the command, until nothing of it runs any more.
 
-    told to stop ──► the child and the ranks are told ──► they save and end ──► or are killed at the deadline
+A loop over events: signals to the launcher, reports of the ranks, the exit of the child, deadlines.
 
-Who is told: the child, as the init of a container would, and every rank that has reported itself, since what is between
-us and them (a shell, `accelerate launch`) may not pass signals on. Before any rank is known: the whole group.
+    stop request ──► SIGTERM to child and ranks ──► they save and exit ──► or are killed at the deadline
+
+SIGTERM goes to the child, as the init process of a container would send it, and to every rank that has reported:
+processes in between, such as a shell or `accelerate launch`, may not forward signals. Before the first report it goes
+to the child's process group.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from enum import Enum, auto
 from types import FrameType
 from typing import Any
 
@@ -30,42 +33,42 @@ from reprieve.launcher_protocol import Listener, Pause, Report
 
 log = logging.getLogger("reprieve")
 
-STOPS = (signal.SIGTERM, signal.SIGHUP)
-"""A terminal that is closed stops a run, as a preemption does."""
-_PASSED_ON = (signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
-_MARGIN_S = 0.25
-"""How long before the deadline what still runs is killed, so that we end by ourselves. Ranks end 0.5 s before it."""
-_LOOK_S = 1.0
-_AFTER_CHILD_S = 2.0
-"""How long what the child leaves behind may take to end when it is asked to."""
-_ORPHANED_S = 30.0
-"""The same for ranks: they save. Where no grace period is known, what Kubernetes gives."""
-_ASKED_S = 10.0
-"""How long a job that hangs, or cannot start, may take to end when asked to: perhaps a rank can still say why."""
-_REFUSED_S = 2.0
-"""How long after a rank has said that it cannot start the command may take to end by itself."""
-_STACKS_S = 1.0
-_OUTPUT_S = 2.0
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+"""SIGHUP: a closed terminal stops a run as a preemption does."""
+_FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
+_KILL_MARGIN_S = 0.25
+"""How long before the deadline to kill what still runs, so that the launcher exits in time. Ranks exit 0.5 s before."""
+_POLL_INTERVAL_S = 1.0
+_LEFTOVERS_TIMEOUT_S = 2.0
+"""How long processes that the child leaves behind may take to end after SIGTERM."""
+_ORPHANS_TIMEOUT_S = 30.0
+"""The same for ranks, which save. Kubernetes' default grace period, where none is known."""
+_END_TIMEOUT_S = 10.0
+"""How long a job that hangs or cannot start may take to end after SIGTERM: a rank may still report the reason."""
+_REFUSED_WAIT_S = 2.0
+"""How long the command may take to end by itself after a rank has reported a permanent failure."""
+_STACKS_WAIT_S = 1.0
+_OUTPUT_TIMEOUT_S = 2.0
 
 
-class Signals:
-    """Those that come to the launcher, from the first moment on: none is lost between two attempts."""
+class SignalReceiver:
+    """Receives the launcher's signals from the start on, so that none is lost between two attempts."""
 
     def __init__(self) -> None:
         self.reader, self._writer = socket.socketpair()
         self.reader.setblocking(False)
         self._writer.setblocking(False)
-        self._before: dict[int, Any] = {}
+        self._previous: dict[int, Any] = {}
 
-    def __enter__(self) -> Signals:
+    def __enter__(self) -> SignalReceiver:
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        for number in (*STOPS, *_PASSED_ON, signal.SIGCHLD, signal.SIGWINCH):
-            self._before[number] = signal.signal(number, _noted)
+        for number in (*STOP_SIGNALS, *_FORWARDED_SIGNALS, signal.SIGCHLD, signal.SIGWINCH):
+            self._previous[number] = signal.signal(number, _ignore)
         return self
 
     def __exit__(self, *exc: object) -> None:
         signal.set_wakeup_fd(-1)
-        for number, handler in self._before.items():
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
         self.reader.close()
         self._writer.close()
@@ -77,19 +80,34 @@ class Signals:
             return []
 
 
-def _noted(number: int, frame: FrameType | None) -> None:
-    """The number is in the wake-up descriptor."""
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """The wake-up descriptor passes on the number."""
 
 
 @dataclass(slots=True)
 class StopRequest:
-    """The run is to end, and go on another time."""
+    """A request to stop the run, which can be resumed later."""
 
     reason: str
     at: float
-    deadline: float | None
-    """Until when, by the monotonic clock; None: nobody kills us."""
+    """When it was made, by the monotonic clock."""
     paused: bool = False
+
+
+class Phase(Enum):
+    """What the attempt is doing."""
+
+    RUNNING = auto()
+    REFUSED = auto()
+    """A rank reported a permanent failure; the command has a moment to end by itself."""
+    ENDING = auto()
+    """The command did not end by itself after a permanent failure, and got SIGTERM."""
+    STOPPING = auto()
+    """There is a stop request."""
+    ORPHANED = auto()
+    """The child exited, but ranks still run: they got SIGTERM."""
+    HUNG = auto()
+    """No rank completed a step for too long; the job got SIGTERM."""
 
 
 @dataclass(slots=True)
@@ -98,160 +116,169 @@ class Attempt:
 
     command: Command
     environment: Mapping[str, str]
-    signals: Signals
+    signals: SignalReceiver
     listener: Listener
-    log: OutputLog
-    grace: timedelta | None
-    hang: timedelta | None
+    output_log: OutputLog
+    grace_period: timedelta | None
+    hang_timeout: timedelta | None
     on_change: Callable[[Attempt], None]
-    """Called whenever something has happened, and every second."""
+    """Called after every event, and every second."""
     output: tuple[int, int] = (1, 2)
-    """The descriptors that the command's stdout and stderr are passed on to."""
-    seen: JobStatus = field(default_factory=JobStatus)
+    """The descriptors that the command's stdout and stderr are relayed to."""
+    status: JobStatus = field(default_factory=JobStatus)
     stop: StopRequest | None = None
     hung_s: float | None = None
     killed: bool = False
     child: Child = field(init=False)
-    _streams: list[OutputRelay] = field(init=False, default_factory=list)
-    _end_by: float | None = field(init=False, default=None)
-    """What still runs then is killed."""
-    _orphaned: bool = field(init=False, default=False)
+    _relays: list[OutputRelay] = field(init=False, default_factory=list)
+    _phase: Phase = field(init=False, default=Phase.RUNNING)
+    _kill_at: float | None = field(init=False, default=None)
+    """When to kill what still runs; None: never."""
     _refused_at: float | None = field(init=False, default=None)
 
     def run(self) -> AttemptResult:
-        """Raises OSError where the command cannot be started."""
-        self._streams = [OutputRelay(fd, self.log) for fd in self.output]
-        out, err = (stream.theirs for stream in self._streams)
+        """Run the command until nothing of it is left. Raises OSError if it cannot be started."""
+        self._start()
         try:
-            self.child = Child(self.command.argv, self.environment, out, err)
-        except OSError:
-            for stream in self._streams:
-                os.close(stream.theirs)
-            raise
-        for stream in self._streams:
-            stream.start()
-        try:
-            while not self._over():
+            while not self._is_over():
                 self._wait()
                 for number in self.signals.read():
-                    self._signalled(number)
-                self.child.reap()  # before the reports are read: what the child has reported before its end is in them
-                for told in self.listener.read():
-                    self._told(told)
-                self._look_at_clock()
+                    self._handle_signal(number)
+                self.child.reap()  # before the reports are read, so that all reports of an exited child are in them
+                self._read_reports()
+                self._check_deadlines()
                 self.on_change(self)
-            self._end_the_rest()
+            self._end_leftovers()
         finally:
             self.child.take_back_terminal()
-            for stream in self._streams:
-                stream.finish(_OUTPUT_S)
-        for told in self.listener.read():
-            self._told(told)
+            for relay in self._relays:
+                relay.finish(_OUTPUT_TIMEOUT_S)
+        self._read_reports()
         assert self.child.code is not None
-        stop = self.stop
         return AttemptResult(
             code=self.child.code,
-            seen=self.seen,
-            stop=stop.reason if stop else None,
-            paused=stop is not None and stop.paused,
+            status=self.status,
+            stop=self.stop.reason if self.stop else None,
+            paused=self.stop is not None and self.stop.paused,
             killed=self.killed,
             hung_s=self.hung_s,
         )
 
     def request_stop(self, reason: str, *, paused: bool = False, at_once: bool = False) -> None:
-        """Once; a second time changes nothing. `at_once`: it is killed."""
+        """Stop the job. A second request changes nothing. `at_once`: kill it."""
         if self.stop is not None:
             return
         now = time.monotonic()
-        deadline = now + self.grace.total_seconds() if self.grace is not None else None
-        self.stop = StopRequest(reason, now, deadline, paused)
-        self._end_by = deadline - _MARGIN_S if deadline is not None else None
+        self._phase, self.stop = Phase.STOPPING, StopRequest(reason, now, paused)
         if at_once:
-            self._end_by = now
+            self._kill_at = now
+            return
+        if self.grace_period is not None:
+            self._kill_at = now + self.grace_period.total_seconds() - _KILL_MARGIN_S
         else:
-            self._tell_to_stop()
+            self._kill_at = None
+        self._send_sigterm()
 
-    # What happens
+    # Events
+
+    def _start(self) -> None:
+        self._relays = [OutputRelay(fd, self.output_log) for fd in self.output]
+        stdout, stderr = (relay.child_fd for relay in self._relays)
+        try:
+            self.child = Child(self.command.argv, self.environment, stdout, stderr)
+        except OSError:
+            for relay in self._relays:
+                os.close(relay.child_fd)
+            raise
+        for relay in self._relays:
+            relay.start()
 
     def _wait(self) -> None:
-        timeout = _LOOK_S
-        if self._end_by is not None:
-            timeout = min(timeout, max(0.0, self._end_by - time.monotonic()))
-        select.select([self.signals.reader, self.listener.socket], [], [], timeout)
+        timeout_s = _POLL_INTERVAL_S
+        if self._kill_at is not None:
+            timeout_s = min(timeout_s, max(0.0, self._kill_at - time.monotonic()))
+        select.select([self.signals.reader, self.listener.socket], [], [], timeout_s)
 
-    def _signalled(self, number: int) -> None:
-        if number in STOPS:
+    def _handle_signal(self, number: int) -> None:
+        if number in STOP_SIGNALS:
             self.request_stop(signal.Signals(number).name)
         elif number == signal.SIGWINCH:
-            for stream in self._streams:
-                stream.resize()
-        elif number in _PASSED_ON:
+            for relay in self._relays:
+                relay.resize()
+        elif number in _FORWARDED_SIGNALS:
             self.child.signal(number)
 
-    def _told(self, told: Report) -> None:
-        if isinstance(told.message, Pause):
+    def _read_reports(self) -> None:
+        for report in self.listener.read():
+            self._handle_report(report)
+
+    def _handle_report(self, report: Report) -> None:
+        if isinstance(report.message, Pause):
             self.request_stop("reprieve pause", paused=True)
             return
-        self.seen.update(told)
-        if self.seen.stopping is not None and self.stop is None and self._end_by is None and self._refused_at is None:
+        self.status.update(report)
+        if self.status.stopping is not None and self._phase is Phase.RUNNING:
             # A cloud's notice, a rank on another machine, or a SIGTERM that the launcher has not sent. torchrun must
-            # not start its ranks again in place.
-            self.request_stop(self.seen.stopping)
-        if self.seen.refused is not None and self._refused_at is None:
+            # not restart its ranks in place.
+            self.request_stop(self.status.stopping)
+        if self.status.refused is not None and self._refused_at is None:
             self._refused_at = time.monotonic()
+            if self._phase is Phase.RUNNING:
+                self._phase = Phase.REFUSED
 
-    def _look_at_clock(self) -> None:
+    def _check_deadlines(self) -> None:
         now = time.monotonic()
-        if self._end_by is not None and now >= self._end_by:
+        if self._kill_at is not None and now >= self._kill_at:
             self._kill()
-        elif self.child.code is not None and not self._orphaned:
-            self._orphaned = True
-            if self.stop is None and self.hung_s is None:
-                # Whoever started the ranks is gone; they save, and end.
-                self._end_by = now + (self.grace.total_seconds() if self.grace is not None else _ORPHANED_S)
-                self._tell_to_stop()
-        elif self._refused_at is not None and self._end_by is None and now - self._refused_at > _REFUSED_S:
-            # It has had time to say why; torchrun would start it again in place.
-            self._end_by = now + _ASKED_S
-            self._tell_to_stop()
-        elif self.hang is not None and self.stop is None and self.hung_s is None:
-            last = self.seen.last_report_at
-            if last is not None and now - last > self.hang.total_seconds() and not self.seen.finished:
-                self._found_hanging(now - last)
+        elif self.child.code is not None and self._phase in (Phase.RUNNING, Phase.REFUSED, Phase.ENDING):
+            # The process that started the ranks is gone. They save and exit.
+            grace_s = self.grace_period.total_seconds() if self.grace_period is not None else _ORPHANS_TIMEOUT_S
+            self._end(Phase.ORPHANED, grace_s)
+        elif self._refused_at is not None and self._kill_at is None and now - self._refused_at > _REFUSED_WAIT_S:
+            # torchrun would start the ranks again in place.
+            self._end(Phase.ENDING if self.stop is None else Phase.STOPPING, _END_TIMEOUT_S)
+        elif self.hang_timeout is not None and self._phase not in (Phase.STOPPING, Phase.HUNG):
+            last = self.status.last_report_at
+            if last is not None and now - last > self.hang_timeout.total_seconds() and not self.status.finished:
+                self._end_hanging_job(now - last)
 
-    def _over(self) -> bool:
-        """The child has ended, and so have its ranks."""
-        return self.child.code is not None and not (self.child.alive(self.seen.pids) and not self.killed)
+    def _is_over(self) -> bool:
+        """Return whether the child has exited and so have its ranks."""
+        return self.child.code is not None and (self.killed or not self.child.alive(self.status.pids))
 
-    # What is done about it
+    # Actions
 
-    def _tell_to_stop(self) -> None:
-        if self.seen.ranks:
-            self.child.signal(signal.SIGTERM, self.seen.pids)
+    def _end(self, phase: Phase, timeout_s: float) -> None:
+        """Send SIGTERM, and SIGKILL after the timeout."""
+        self._phase, self._kill_at = phase, time.monotonic() + timeout_s
+        self._send_sigterm()
+
+    def _send_sigterm(self) -> None:
+        if self.status.ranks:
+            self.child.signal(signal.SIGTERM, self.status.pids)
         else:
             self.child.signal_group(signal.SIGTERM)
 
-    def _found_hanging(self, since_s: float) -> None:
-        log.error("no step in %.0f s: the job hangs, after step %d. Where its ranks are:", since_s, self.seen.step)
-        self.hung_s = since_s
-        for pid in sorted(self.child.alive(self.seen.pids)):
-            self.child.signal_one(signal.SIGQUIT, pid)  # a rank answers with its stacks, on stderr
-        time.sleep(_STACKS_S)
-        self._end_by = time.monotonic() + _ASKED_S
-        self._tell_to_stop()
+    def _end_hanging_job(self, silent_s: float) -> None:
+        log.error("no step in %.0f s: the job hangs after step %d. Stacks of its ranks:", silent_s, self.status.step)
+        self.hung_s = silent_s
+        for pid in sorted(self.child.alive(self.status.pids)):
+            self.child.signal_one(signal.SIGQUIT, pid)  # a rank prints its stacks to stderr
+        time.sleep(_STACKS_WAIT_S)
+        self._end(Phase.HUNG, _END_TIMEOUT_S)
 
     def _kill(self) -> None:
         if not self.killed:
             self.killed = True
-            if self.stop is not None and self._end_by != self.stop.at:
-                log.error("the grace period is over and the job still runs: it is killed")
+            if self.stop is not None and self._kill_at != self.stop.at:
+                log.error("the grace period is over and the job still runs: killing it")
         if self.child.end_all(0.0) and self.child.code is None:
-            self.child.code = -signal.SIGKILL  # it will be, when the kernel lets go of it
+            self.child.code = -signal.SIGKILL  # pending, until the kernel releases the process
 
-    def _end_the_rest(self) -> None:
-        """Whatever the command has left behind: nothing outlives its launcher."""
-        patience = _AFTER_CHILD_S
-        if self._end_by is not None:
-            patience = min(patience, max(0.0, self._end_by - time.monotonic()))
-        if stuck := self.child.end_all(patience):
-            log.error("not even SIGKILL ends %s: stuck in the kernel, on storage that does not answer?", sorted(stuck))
+    def _end_leftovers(self) -> None:
+        """End every process that the command has left behind: nothing outlives the launcher."""
+        timeout_s = _LEFTOVERS_TIMEOUT_S
+        if self._kill_at is not None:
+            timeout_s = min(timeout_s, max(0.0, self._kill_at - time.monotonic()))
+        if stuck := self.child.end_all(timeout_s):
+            log.error("SIGKILL does not end %s: is storage that they use not responding?", sorted(stuck))

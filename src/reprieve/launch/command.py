@@ -1,10 +1,10 @@
-"""The command as the user typed it, and what starts it.
+"""The training command: as the user typed it, and as it is started.
 
     train.py …                     a Python script: this interpreter runs it
     torchrun … / accelerate …      found on the path, or beside this interpreter
     anything else                  as it is
 
-Nothing in it is changed or interpreted by a shell: arguments with spaces, quotes and any letters arrive as they are.
+No shell interprets it: arguments with spaces, quotes and any characters arrive unchanged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from reprieve.errors import ReprieveError
 
 
 class NotFound(ReprieveError):
-    """There is no such command. `code`: what a shell exits with."""
+    """The command does not exist or cannot be executed. `code`: the exit code of a shell."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -30,7 +30,7 @@ class NotFound(ReprieveError):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What to start."""
+    """A command line."""
 
     words: tuple[str, ...]
     """As typed."""
@@ -39,7 +39,7 @@ class Command:
 
     @property
     def script(self) -> str:
-        """What it is about, for a name: the script, or the program."""
+        """The name of the script or program, from which the run gets its name."""
         for word in self.words:
             if word.endswith(".py"):
                 return Path(word).stem
@@ -48,15 +48,9 @@ class Command:
             return words[words.index("-m") + 1].rpartition(".")[2]
         return Path(words[0]).stem
 
-    @property
-    def elastic(self) -> bool:
-        """Does torchrun, under whatever name, start the ranks?"""
-        head = [Path(word).name for word in self.words[:4]]
-        return "torchrun" in head or "torch.distributed.run" in self.words[:4] or "accelerate" in head
-
 
 def parse(words: Sequence[str], env: Mapping[str, str] = os.environ) -> Command:
-    """Raises NotFound, with what to do about it."""
+    """Resolve a command line. Raises NotFound with what to do about it."""
     words = words[1:] if words[:1] == ["--"] else words
     if not words:
         raise NotFound("there is no command to run: reprieve run python train.py", exit_codes.USAGE_ERROR)
@@ -69,7 +63,7 @@ def parse(words: Sequence[str], env: Mapping[str, str] = os.environ) -> Command:
         return Command(tuple(words), (str(Path(first).absolute()), *words[1:]))
     found = shutil.which(first, path=env.get("PATH"))
     if found is None and os.sep not in first:
-        # In a virtual environment that is not activated torchrun lies beside the interpreter.
+        # In a virtual environment that is not activated, torchrun is beside the interpreter.
         found = shutil.which(first, path=str(Path(sys.executable).parent))
     if found is None:
         path = Path(first)

@@ -1,7 +1,7 @@
-"""What the command prints: passed on as it comes, and kept in the run's log.
+"""Relays the command's output to the launcher's own, and writes it to the run's log.
 
-A thread for each stream, so that a reader of ours who stands still holds up the command, as it would without us, and
-never the launcher. At a terminal the command sees a terminal.
+Each stream has a thread: a slow reader of the launcher's output blocks the command, as it would without the launcher,
+but never the launcher. Where the launcher has a terminal, the command sees a terminal.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pathlib import Path
 
 _BYTES = 2**16
 _LOG_BYTES = 64 * 2**20
-"""Then a new log is begun; one old one is kept."""
+"""A larger log is rotated; one old log is kept."""
 
 
 class OutputLog:
-    """The file. One that cannot be written any more is left as it is."""
+    """The log file of a run. After a write error it is left as it is."""
 
     def __init__(self, path: Path | None) -> None:
-        """None: nothing is kept."""
+        """`path`: None writes no log."""
         self._path = path
         self._lock = threading.Lock()
         self._fd: int | None = None
@@ -60,66 +60,66 @@ class OutputLog:
 
 
 class OutputRelay:
-    """One of the command's: stdout or stderr."""
+    """Relays stdout or stderr of the command."""
 
-    def __init__(self, ours: int, log: OutputLog) -> None:
-        """`ours`: the descriptor it goes on to."""
-        self._ours = ours
+    def __init__(self, target_fd: int, log: OutputLog) -> None:
+        """`target_fd`: the launcher's own descriptor."""
+        self._target_fd = target_fd
         self._log = log
-        self._gone = False
-        """Nobody reads ours any more: the command is not to notice."""
-        if _is_terminal(ours):
-            self._read, self.theirs = pty.openpty()
-            mode = termios.tcgetattr(self.theirs)
-            mode[1] &= ~termios.OPOST  # our own terminal does that
-            termios.tcsetattr(self.theirs, termios.TCSANOW, mode)
+        self._is_closed = False
+        """The target has no reader any more. The command must not notice."""
+        if _is_terminal(target_fd):
+            self._read, self.child_fd = pty.openpty()
+            mode = termios.tcgetattr(self.child_fd)
+            mode[1] &= ~termios.OPOST  # the launcher's own terminal does that
+            termios.tcsetattr(self.child_fd, termios.TCSANOW, mode)
             self.resize()
         else:
-            self._read, self.theirs = os.pipe()
+            self._read, self.child_fd = os.pipe()
         os.set_inheritable(self._read, False)
-        self._thread = threading.Thread(target=self._pass_on, name=f"output {ours}", daemon=True)
+        self._thread = threading.Thread(target=self._relay, name=f"output {target_fd}", daemon=True)
 
     def start(self) -> None:
-        """The child has it now."""
-        os.close(self.theirs)
+        """Start relaying. The child has inherited `child_fd`, which is closed here."""
+        os.close(self.child_fd)
         self._thread.start()
 
     def resize(self) -> None:
-        """The terminal's size is the command's, too."""
+        """Give the command's terminal the size of the launcher's."""
         with contextlib.suppress(OSError):
-            size = fcntl.ioctl(self._ours, termios.TIOCGWINSZ, struct.pack("HHHH", 0, 0, 0, 0))
+            size = fcntl.ioctl(self._target_fd, termios.TIOCGWINSZ, struct.pack("HHHH", 0, 0, 0, 0))
             fcntl.ioctl(self._read, termios.TIOCSWINSZ, size)
 
-    def finish(self, patience_s: float) -> None:
-        """All that was printed has been passed on; or somebody still holds the other end."""
-        self._thread.join(patience_s)
+    def finish(self, timeout_s: float) -> None:
+        """Wait until all output is relayed, or until the timeout, if a process still holds the other end."""
+        self._thread.join(timeout_s)
 
-    def _pass_on(self) -> None:
+    def _relay(self) -> None:
         line = b""
         while True:
             try:
                 data = os.read(self._read, _BYTES)
-            except OSError:  # a terminal whose other end is closed
+            except OSError:  # a terminal with a closed other end
                 break
             if not data:
                 break
-            # The log has two writers: it gets whole lines.
+            # Both relays write to the log: write whole lines.
             line += data
             end = max(line.rfind(b"\n"), line.rfind(b"\r")) + 1 or len(line) // _BYTES * _BYTES
             self._log.write(line[:end])
             line = line[end:]
-            self._to_ours(memoryview(data))
+            self._write_to_target(memoryview(data))
         self._log.write(line)
         os.close(self._read)
 
-    def _to_ours(self, data: memoryview) -> None:
-        while data and not self._gone:
+    def _write_to_target(self, data: memoryview) -> None:
+        while data and not self._is_closed:
             try:
-                data = data[os.write(self._ours, data) :]
+                data = data[os.write(self._target_fd, data) :]
             except BlockingIOError:
-                select.select([], [self._ours], [])
+                select.select([], [self._target_fd], [])
             except OSError:
-                self._gone = True
+                self._is_closed = True
 
 
 def _is_terminal(fd: int) -> bool:

@@ -1,5 +1,6 @@
-"""While the command still imports torch, its newest checkpoint is read and checked, so that the restore finds it in
-memory. The restore checks it once more: this is for speed, and for a word about a bad one before anybody waits for it.
+"""Reads and verifies the newest checkpoint while the command still imports torch.
+
+The restore then finds it in memory, and verifies it again. The warm-up saves time and reports damage early.
 """
 
 from __future__ import annotations
@@ -10,17 +11,17 @@ import threading
 from reprieve.errors import ReprieveError
 from reprieve.launch.messages import print_message
 
-_PART = 0.5
-"""Of the memory that is free for it."""
+_MAX_MEMORY_FRACTION = 0.5
+"""Of the available memory."""
 
 
 class PageCacheWarmup:
-    """In the background, from `with` to its end or until `leave_off`."""
+    """A warm-up in the background, from the start of its `with` block to the end or until `stop`."""
 
     def __init__(self, checkpoints: str | None) -> None:
         """`checkpoints`: the folder, if it is known."""
         self._uri = checkpoints
-        self._leave_off = threading.Event()
+        self._stopped = threading.Event()
 
     def __enter__(self) -> PageCacheWarmup:
         if self._uri is not None:
@@ -28,15 +29,15 @@ class PageCacheWarmup:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._leave_off.set()
+        self._stopped.set()
 
     def stop(self) -> None:
-        """Somebody else reads it now; two would be slower than one."""
-        self._leave_off.set()
+        """Stop reading: the restore reads the checkpoint now, and two readers would be slower than one."""
+        self._stopped.set()
 
     def _warm(self) -> None:
         assert self._uri is not None
-        with contextlib.suppress(_Enough, OSError, ReprieveError):
+        with contextlib.suppress(_Stopped, OSError, ReprieveError):
             self._read_newest(self._uri)
 
     def _read_newest(self, uri: str) -> None:
@@ -49,20 +50,26 @@ class PageCacheWarmup:
         from reprieve.errors import InvalidCheckpoint
         from reprieve.storage.uri import local_path
 
-        found = [one for one in list_checkpoints(local_path(uri)) if one.manifest is not None and one.problem is None]
-        if self._leave_off.is_set() or not found or found[0].bytes > _PART * available_bytes():
+        valid = [
+            checkpoint
+            for checkpoint in list_checkpoints(local_path(uri))
+            if checkpoint.manifest is not None and checkpoint.problem is None
+        ]
+        if self._stopped.is_set() or not valid or valid[0].bytes > _MAX_MEMORY_FRACTION * available_bytes():
             return
-        newest = found[0]
+        newest = valid[0]
         try:
             with reading(newest.path):
-                verify(newest.path, BlockPool(), progress=self._go_on, cache=Cache.FILL)
+                verify(newest.path, BlockPool(), progress=self._check_stopped, cache=Cache.FILL)
         except InvalidCheckpoint as error:
-            print_message(f"{newest.path.name} is not valid ({error.reason}): the run will go on from an older one")
+            print_message(
+                f"{newest.path.name} is not valid ({error.reason}): the run will resume from an older checkpoint"
+            )
 
-    def _go_on(self, _: int) -> None:
-        if self._leave_off.is_set():
-            raise _Enough
+    def _check_stopped(self, _: int) -> None:
+        if self._stopped.is_set():
+            raise _Stopped
 
 
-class _Enough(Exception):
-    """It is not needed any more."""
+class _Stopped(Exception):
+    """The warm-up is not needed any more."""

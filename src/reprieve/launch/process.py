@@ -1,7 +1,7 @@
-"""The child and everything that descends from it: started, signalled, reaped, and in the end gone.
+"""The child process and its descendants: starts, signals and reaps them, and ends all of them at last.
 
-The launcher is their subreaper (or PID 1): whoever loses its parent becomes the launcher's child, so nobody gets away.
-If the launcher itself is killed, the child is told to stop by the kernel.
+The launcher is their subreaper (or PID 1): orphaned descendants become its children, so that none escapes. If the
+launcher itself is killed, the kernel sends SIGTERM to the child.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from reprieve import exit_codes
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_LOOK_S = 0.02
+_POLL_INTERVAL_S = 0.02
+_KILL_TIMEOUT_S = 5.0
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -34,14 +35,14 @@ class Child:
     def __init__(
         self, argv: Sequence[str], env: Mapping[str, str], stdout: IO[Any] | int, stderr: IO[Any] | int
     ) -> None:
-        """Raises OSError where it cannot be started."""
+        """Start the command. Raises OSError if it cannot be started."""
         parent = os.getpid()
 
         def in_child() -> None:
             os.setpgid(0, 0)
             _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
             if os.getppid() != parent:
-                os._exit(exit_codes.PREEMPTED)  # the launcher was gone before we asked to be told
+                os._exit(exit_codes.PREEMPTED)  # the launcher died before prctl
 
         self._process = subprocess.Popen(  # noqa: S603 - what the user typed, and no shell
             list(argv),
@@ -52,11 +53,11 @@ class Child:
         )
         self.pid = self._process.pid
         self.code: int | None = None
-        """How it ended: an exit code, or minus the signal that killed it."""
-        self._foreground()
+        """The exit code, or minus the signal that killed it; None: it still runs."""
+        self._move_to_foreground()
 
     def reap(self) -> None:
-        """Take note of everybody who has ended."""
+        """Reap all exited children, orphans included."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
@@ -71,58 +72,58 @@ class Child:
                 self.code = self._process.returncode = os.waitstatus_to_exitcode(status)
 
     def signal(self, number: int, pids: Iterable[int] = ()) -> None:
-        """To the child, and to these; to nobody twice, and to nobody who is not a descendant."""
-        ours = descendants()
-        for pid in {self.pid, *pids}:
-            if pid in ours:
-                _kill(pid, number)
+        """Send a signal to the child and to those of `pids` that are descendants, once to each."""
+        for pid in descendants() & {self.pid, *pids}:
+            _kill(pid, number)
 
     def signal_one(self, number: int, pid: int) -> None:
         _kill(pid, number)
 
     def signal_group(self, number: int) -> None:
-        """To the whole group that the child started."""
+        """Send a signal to the child's process group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
     def alive(self, pids: Iterable[int]) -> set[int]:
-        """Those of them that still run."""
+        """Return those of `pids` that still run."""
         return descendants() & set(pids)
 
-    def end_all(self, patience_s: float) -> set[int]:
-        """Nobody is left: asked first, killed after so many seconds. Those whom not even that ends: stuck in the
-        kernel, on a disk that does not answer."""
-        asked: set[int] = set()
-        ask_until = time.monotonic() + patience_s
-        give_up = ask_until + 5.0
-        while left := descendants():
+    def end_all(self, timeout_s: float) -> set[int]:
+        """Send SIGTERM to all descendants, and SIGKILL after the timeout.
+
+        Returns the processes that survive SIGKILL: they are stuck in the kernel, such as on unresponsive storage.
+        """
+        signalled: set[int] = set()
+        kill_at = time.monotonic() + timeout_s
+        give_up_at = kill_at + _KILL_TIMEOUT_S
+        while remaining := descendants():
             now = time.monotonic()
-            if now > give_up:
-                return left
-            for pid in left:
-                if now > ask_until:
+            if now > give_up_at:
+                return remaining
+            for pid in remaining:
+                if now > kill_at:
                     _kill(pid, signal.SIGKILL)
-                elif pid not in asked:
-                    asked.add(pid)
+                elif pid not in signalled:
+                    signalled.add(pid)
                     _kill(pid, signal.SIGTERM)
                     _kill(pid, signal.SIGCONT)
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_INTERVAL_S)
             self.reap()
         self.reap()
         return set()
 
-    def _foreground(self) -> None:
-        """At a terminal the child is what the keyboard talks to: Ctrl-C is for it, and it may ask questions."""
+    def _move_to_foreground(self) -> None:
+        """Give the child the terminal: Ctrl-C goes to it, and it can read from the keyboard."""
         with contextlib.suppress(OSError):
             if os.isatty(0) and os.tcgetpgrp(0) == os.getpgrp():
                 signal.signal(signal.SIGTTOU, signal.SIG_IGN)
                 os.tcsetpgrp(0, self.pid)
 
     def _suspend(self) -> None:
-        """Ctrl-Z was for the child; the shell waits for us. Until it says `fg` or `bg`."""
+        """Suspend the launcher after Ctrl-Z suspended the child, until the shell resumes it (`fg` or `bg`)."""
         self.take_back_terminal()
         os.kill(os.getpid(), signal.SIGSTOP)
-        self._foreground()
+        self._move_to_foreground()
         self.signal_group(signal.SIGCONT)
 
     @staticmethod
@@ -133,34 +134,27 @@ class Child:
 
 
 def descendants(of: int | None = None) -> set[int]:
-    """Of this process, or of another, that have not ended (zombies have)."""
+    """Return the running descendants of a process, by default of this one. Zombies do not run."""
     parents: dict[int, int] = {}
     for entry in os.listdir("/proc"):  # noqa: PTH208 - names are enough, and there are thousands
         if entry.isdigit() and (stat := _stat(int(entry))) is not None and stat[0] not in "ZX":
             parents[int(entry)] = int(stat[1])
-    ours: set[int] = set()
-    found = {of or os.getpid()}
-    while found:
-        found = {pid for pid, parent in parents.items() if parent in found}
-        ours |= found
-    return ours
+    found: set[int] = set()
+    generation = {of or os.getpid()}
+    while generation:
+        generation = {pid for pid, parent in parents.items() if parent in generation}
+        found |= generation
+    return found
 
 
 def start_time(pid: int) -> str | None:
-    """With the pid it names one process of a machine, as long as that is not booted again; None: there is none."""
+    """Return when a process started; None: it does not run. With the pid it identifies a process until a reboot."""
     stat = _stat(pid)
     return stat[19] if stat is not None and stat[0] not in "ZX" else None
 
 
-def boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
-
-
 def _stat(pid: int) -> list[str] | None:
-    """From the state on; the name before it may hold anything."""
+    """Return the fields of /proc/PID/stat from the state on. The name before them may contain anything."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

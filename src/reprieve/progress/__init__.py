@@ -1,1 +1,1 @@
-"""What a run tells of itself."""
+"""The progress of a run: tracked on the training thread, published to sinks."""

@@ -1,14 +1,23 @@
-"""How much of a run is done, and how long the rest takes."""
+"""Computes how much of a run is done, and how long the rest takes."""
 
 from __future__ import annotations
 
-_NOT_YET_PERCENT = 99.9
-_NOT_YET_S = 1.0
-"""The most and the least that is said of a run that is not finished: the last save may still be under way, or it was
-stopped. Others take 100 % or 0 s for the end (the status of a TrainJob is no longer read then)."""
+_MAX_UNFINISHED_PERCENT = 99.9
+_MIN_UNFINISHED_S = 1.0
+"""Limits for a run that is not finished: its last save may still be in progress, or it was stopped. Readers take 100 %
+or 0 s for the end; Kubeflow stops reading the status of a TrainJob then."""
 
 
-def left(
+def completed_fraction(
+    *, step: int, total_steps: int | None, epoch: float | None, total_epochs: float | None
+) -> float | None:
+    """Return the completed fraction of the training, from 0 to 1; None: unknown."""
+    if total_steps:
+        return min(1.0, max(0.0, step / total_steps))
+    return min(1.0, max(0.0, epoch / total_epochs)) if total_epochs and epoch is not None else None
+
+
+def remaining(
     *,
     step: int,
     total_steps: int | None,
@@ -17,16 +26,17 @@ def left(
     seconds_per_step: float | None,
     finished: bool,
 ) -> tuple[float | None, float | None]:
-    """In percent, and in seconds; None where nobody knows."""
+    """Return the completed percentage and the remaining seconds; None where they are unknown."""
     if finished:
         return 100.0, 0.0
-    if total_steps:
-        done, steps_left = step / total_steps, float(total_steps - step)
-    elif total_epochs and epoch:
-        done, steps_left = epoch / total_epochs, (total_epochs - epoch) * step / epoch
-    elif total_epochs and epoch == 0:
-        return 0.0, None
-    else:
+    fraction = completed_fraction(step=step, total_steps=total_steps, epoch=epoch, total_epochs=total_epochs)
+    if fraction is None:
         return None, None
-    percent = min(100 * max(0.0, done), _NOT_YET_PERCENT)
-    return percent, None if seconds_per_step is None else max(steps_left * seconds_per_step, _NOT_YET_S)
+    percent = min(100 * fraction, _MAX_UNFINISHED_PERCENT)
+    if total_steps:
+        remaining_steps = float(total_steps - step)
+    elif total_epochs and epoch:
+        remaining_steps = (total_epochs - epoch) * step / epoch
+    else:
+        return percent, None
+    return percent, None if seconds_per_step is None else max(remaining_steps * seconds_per_step, _MIN_UNFINISHED_S)

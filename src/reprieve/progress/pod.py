@@ -1,4 +1,4 @@
-"""What a pod knows of itself."""
+"""Facts about the Kubernetes pod that this process runs in."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ def in_pod(env: Mapping[str, str] = os.environ) -> bool:
 
 
 def addresses(env: Mapping[str, str] = os.environ) -> list[str]:
-    """Where a server listens. On loopback (`kubectl port-forward` comes from there), and in a pod on the pod's own
-    address. Never on all of them: a pod with the host's network would open a port on every network of its node."""
-    found = [LOOPBACK]
+    """Return the addresses to listen on: loopback (for `kubectl port-forward`), and in a pod its own address.
+
+    Never all addresses: a pod with the host's network would open a port on every network of its node.
+    """
+    listed = [LOOPBACK]
     if in_pod(env):
-        own = env.get("POD_IP", "").strip() or _of_hostname()
+        own = env.get("POD_IP", "").strip() or _address_of_hostname()
         if own and not _is_loopback(own):
-            found.append(own)
-    return found
+            listed.append(own)
+    return listed
 
 
-def say_protected(env: Mapping[str, str] = os.environ) -> None:
-    """What people look for in the log of a pod. Only to be said when SIGTERM is heard and would be answered with a
-    save; elsewhere nobody looks for it, and nothing is said."""
+def print_protected(env: Mapping[str, str] = os.environ) -> None:
+    """Print the lines that Kubeflow users look for in the log of a pod. Only call this where SIGTERM leads to a save.
+    Outside of pods it prints nothing."""
     if in_pod(env) or any(name.startswith("KUBEFLOW_") for name in env):
         print(
             "[Kubeflow] JIT checkpoint signal handler registered for SIGTERM\n[Kubeflow] JIT checkpointing enabled",
@@ -37,8 +39,8 @@ def say_protected(env: Mapping[str, str] = os.environ) -> None:
         )
 
 
-def _of_hostname() -> str | None:
-    """The kubelet writes a pod's name and address into its /etc/hosts: no name server is asked."""
+def _address_of_hostname() -> str | None:
+    """The kubelet writes the pod's name and address into /etc/hosts, so this needs no name server."""
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:

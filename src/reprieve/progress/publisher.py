@@ -1,9 +1,9 @@
-"""Tells a run's progress to all sinks, beside training.
+"""Publishes the progress of a run to all sinks, beside training.
 
-    Tracker ← snapshot ← one daemon thread a sink → Sink.update, …, Sink.close
+    Tracker ← snapshot ← one daemon thread per sink → Sink.update, …, Sink.close
 
-A thread for each, because one that hangs (a dead NFS server, a controller that does not answer) must hold up neither
-training, nor the other sinks, nor the end of the process.
+Each sink has a thread, because a sink that hangs (a dead NFS server, an unresponsive controller) must block neither
+training, nor the other sinks, nor the exit of the process.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from reprieve.settings import Settings, resolve
 
 log = logging.getLogger("reprieve")
 
-_CLOSE_S = 1.0
+_CLOSE_TIMEOUT_S = 1.0
 
 
 class Publisher:
-    """From `start` to `close`. For the process that speaks for the run: rank 0."""
+    """Publishes from `start` to `close`, in the process of rank 0."""
 
     def __init__(self, tracker: Tracker, sinks: Sequence[Sink]) -> None:
         self._tracker = tracker
-        self._feeds = [_Feed(one, tracker.snapshot) for one in sinks]
+        self._feeds = [_Feed(sink, tracker.snapshot) for sink in sinks]
         self._pid = os.getpid()
         self._closed = False
 
@@ -43,27 +43,27 @@ class Publisher:
         bar: bool = False,
         env: Mapping[str, str] = os.environ,
     ) -> Publisher:
-        """With the sinks that were asked for. `settings`: as resolved already. `bar`: draw one, if there is a terminal;
-        whoever has a bar of its own says no."""
+        """Create a publisher with the sinks that settings and environment request. `settings`: if resolved already.
+        `bar`: draw a progress bar on a terminal; False for frameworks that draw their own."""
         return cls(tracker, make_sinks(settings or resolve({}, env), env, bar=bar))
 
     def start(self) -> Publisher:
-        for one in self._feeds:
-            one.start()
+        for feed in self._feeds:
+            feed.start()
         return self
 
-    def close(self, within_s: float | None = None) -> None:
-        """The last word to all sinks, and not much longer than `within_s`, a second. In a forked child: nothing."""
+    def close(self, timeout_s: float | None = None) -> None:
+        """Publish the last snapshot and wait up to `timeout_s` (default: 1 s) for all sinks. Does nothing in a fork."""
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
         if not self._tracker.ended:
-            self._tracker.failed("it ended before it was finished")
-        until = time.monotonic() + (_CLOSE_S if within_s is None else within_s)
-        for one in self._feeds:
-            one.ask_to_close()
-        for one in self._feeds:
-            one.join(max(0.0, until - time.monotonic()))
+            self._tracker.failed("the process ended before training was finished")
+        until = time.monotonic() + (_CLOSE_TIMEOUT_S if timeout_s is None else timeout_s)
+        for feed in self._feeds:
+            feed.request_close()
+        for feed in self._feeds:
+            feed.join(max(0.0, until - time.monotonic()))
 
     def __enter__(self) -> Publisher:
         return self.start()
@@ -80,34 +80,34 @@ class _Feed:
         self._snapshot = snapshot
         self._closing = threading.Event()
         self._reported = False
-        self._thread = threading.Thread(target=self._run, name=f"reprieve tells {sink.name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"reprieve publishes to {sink.name}", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def ask_to_close(self) -> None:
+    def request_close(self) -> None:
         self._closing.set()
 
-    def join(self, within_s: float) -> None:
+    def join(self, timeout_s: float) -> None:
         if not self._thread.ident:
             return
-        self._thread.join(within_s)
+        self._thread.join(timeout_s)
         if self._thread.is_alive():
-            log.warning("%s was not told how the run ended: it does not answer", self._sink.name)
+            log.warning("%s does not respond: it did not get the end of the run", self._sink.name)
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            self._tell(self._sink.update)
+            self._call(self._sink.update)
             self._closing.wait(self._sink.every_s)
-        self._tell(self._sink.close)
+        self._call(self._sink.close)
 
-    def _tell(self, call: Callable[[Progress], None]) -> None:
+    def _call(self, call: Callable[[Progress], None]) -> None:
         try:
             call(self._snapshot())
-        except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
+        except Exception as error:  # noqa: BLE001 - training continues, whatever the error
             if not self._reported:
                 self._reported = True
-                log.warning("progress cannot be told to %s: %s. Training goes on", self._sink.name, _reason(error))
+                log.warning("cannot publish progress to %s: %s. Training continues", self._sink.name, _reason(error))
 
 
 def _reason(error: Exception) -> str:

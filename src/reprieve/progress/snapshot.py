@@ -1,6 +1,6 @@
-"""The nouns of progress: what is known of a run at one moment. `Tracker` makes them, sinks tell them.
+"""Snapshots of a run's progress: `Tracker` creates them, sinks publish them.
 
-Plain Python and frozen, so they can be handed to any thread. None always means: not known.
+They are frozen and hold only plain Python values, so that any thread can use them. None always means: unknown.
 """
 
 from __future__ import annotations
@@ -17,39 +17,39 @@ STATES = (RunState.STARTING, RunState.TRAINING, RunState.EVALUATING, RunState.SA
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoints:
-    """Of one run."""
+    """The checkpoints of one run."""
 
     enabled: bool = True
-    """Is anything saved before the end: periodically, or when the run is told to stop?"""
+    """Whether anything is saved before the end: periodically, or at a stop request."""
     latest: str | None = None
-    """Where the newest durable one is."""
+    """The path of the newest durable checkpoint."""
     latest_at: float | None = None
-    """When it became durable, in seconds since the epoch; of one from before the resume, when it was begun."""
+    """When it became durable, in seconds since the epoch; for the one that was resumed from, when its save began."""
     latest_bytes: int | None = None
     created: int = 0
     valid: int | None = None
-    """How many can be resumed from."""
+    """The number of valid checkpoints."""
     saving: int | None = None
-    """The step that is being saved."""
+    """The step of the save in progress."""
     saving_fraction: float | None = None
-    """How much of it is written, from 0 to 1."""
+    """The written fraction of that save, from 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a run is."""
+    """How far a run is, at one moment."""
 
     at: float
-    """When something was last heard of training, in seconds since the epoch: no fresher than what it tells."""
+    """When training last reported anything, in seconds since the epoch."""
     state: RunState = RunState.STARTING
     reason: str | None = None
-    """Why it was stopped or failed."""
+    """Why the run stopped or failed."""
     saved: bool | None = None
-    """Of a run that was stopped: is its last step saved?"""
+    """Whether the last step of a stopped run is saved."""
     step: int = 0
     total_steps: int | None = None
     epoch: float | None = None
-    """How many epochs are done: 1.5 is the middle of the second."""
+    """The number of completed epochs: 1.5 is the middle of the second."""
     total_epochs: float | None = None
     percent: float | None = None
     """100 when the run is finished, and not before."""
@@ -64,14 +64,14 @@ class Progress:
     samples_per_s: float | None = None
     tokens_per_s: float | None = None
     resumed_from: int | None = None
-    """The step that this session goes on from."""
+    """The step that this session resumed from."""
     restarts: int = 0
     train: Mapping[str, float] = field(default_factory=dict)
-    """Whatever numbers training logged, by their own names."""
+    """All numbers that training logged, by their own names."""
     evaluation: Mapping[str, float] = field(default_factory=dict)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
 
     @property
     def ended(self) -> bool:
-        """Nothing more will come."""
+        """Whether this is the last snapshot."""
         return self.state in _ENDED_STATES

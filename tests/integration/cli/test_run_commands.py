@@ -122,7 +122,7 @@ def test_names_that_are_not_there(lab: Lab) -> None:
     assert json.loads(lab.reprieve("status", "--json").out) == []
     assert lab.run(["true"], "--name", "mine").code == 0
     for verb in ("pause", "logs", "status"):
-        assert "There are: mine" in lab.reprieve(verb, "nobody", code=2).err
+        assert "Known runs: mine" in lab.reprieve(verb, "nobody", code=2).err
     assert "mine is not running: finished" in lab.reprieve("pause", "mine", code=2).err
 
 

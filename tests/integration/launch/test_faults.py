@@ -35,7 +35,7 @@ def test_a_script_that_ignores_the_signal(lab: Lab) -> None:
     ended = launched.wait()
     assert 1.5 < time.monotonic() - told < 2.0
     assert ended.code == 143
-    assert "the grace period is over and the job still runs: it is killed" in ended.err
+    assert "the grace period is over and the job still runs: killing it" in ended.err
     assert "It did not end in time, and was killed" in lab.last_words()
     assert not processes_with(str(script))
 
@@ -44,7 +44,7 @@ def test_a_script_that_hangs(lab: Lab) -> None:
     """Its stacks first; then it is ended, and started again."""
     ended = lab.run(lab.python(steps=10, hang_at=5, step_s=0.3, every=2), "--hang-timeout", "2s", "--max-restarts", "1")
     assert ended.code == 137, str(ended)
-    assert ended.err.count("the job hangs, after step 4") == 2
+    assert ended.err.count("the job hangs after step 4") == 2
     assert ended.err.count("_wait_for_ever") >= 2, "the stacks of the rank"
     one = lab.only_run()
     assert (one["state"], one["restarts"], one["attempts"]) == ("hung", 1, 2)

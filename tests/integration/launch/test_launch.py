@@ -114,7 +114,7 @@ def test_a_checkpoint_of_another_model_needs_a_person(lab: Lab) -> None:
     for way in ("python", "torchrun 3", "accelerate"):
         ended = lab.run(WAYS[way][1](lab, lab.options(steps=5, width=8)), "--max-restarts", "3")
         assert ended.code == 42, f"{way}: {ended}"
-        assert "it needs a person: StateMismatch" in lab.last_words()
+        assert "permanent failure, restarting will not help: StateMismatch" in lab.last_words()
     bare = subprocess.run(lab.python(steps=5, width=8), env=lab.env, capture_output=True, text=True, timeout=60)
     assert bare.returncode == 42, bare.stderr
 
@@ -125,7 +125,7 @@ def test_nothing_valid_to_resume_from_needs_a_person(lab: Lab) -> None:
         path.write_bytes(path.read_bytes()[:-100] + bytes(100))
     ended = lab.run(lab.python(steps=5), "--max-restarts", "3")
     assert ended.code == 42, str(ended)
-    assert "it needs a person: NoValidCheckpoint" in lab.last_words()
+    assert "permanent failure, restarting will not help: NoValidCheckpoint" in lab.last_words()
     assert lab.run(lab.python(steps=5), "--fresh").code == 0
 
 

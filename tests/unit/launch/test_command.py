@@ -116,24 +116,6 @@ def test_what_a_command_is_about(words: str, name: str) -> None:
     assert Command(tuple(words.split()), ()).script == name
 
 
-@pytest.mark.parametrize(
-    ("words", "elastic"),
-    [
-        ("torchrun train.py", True),
-        ("/opt/bin/torchrun --nproc-per-node 2 train.py", True),
-        ("python -m torch.distributed.run train.py", True),
-        ("python /opt/bin/torchrun train.py", True),
-        ("accelerate launch train.py", True),
-        ("python train.py", False),
-        ("train.py", False),
-        ("python -m package.torchrunner", False),
-        ("python train.py --lr 1 --epochs 2 --launcher torchrun", False),
-    ],
-)
-def test_who_starts_the_ranks(words: str, elastic: bool) -> None:
-    assert Command(tuple(words.split()), ()).elastic is elastic
-
-
 def understood(words: list[str]) -> Namespace:
     return _parser("run", run).parse_args(words)
 

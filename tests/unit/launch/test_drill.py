@@ -12,7 +12,7 @@ import torch
 from reprieve.checkpoint.state.fingerprint import fingerprints, parts_of
 from reprieve.checkpoint.state.state import State
 from reprieve.cli import COMMANDS, execute
-from reprieve.launch.drill import _TIMED_OUT, Report, _compare, _judge, _not_started
+from reprieve.launch.drill import _TIMED_OUT, DrillReport, _compare, _judge, _not_started
 from reprieve.launch.rank_status import JobStatus, RankStatus
 from reprieve.launch.runs.outcome import AttemptResult
 from reprieve.launcher_protocol import Stopped
@@ -46,7 +46,7 @@ SAVED = {"model": "a", "optimizer": "b", "data order": "c"}
     ],
 )
 def test_what_differs_is_named_with_its_ranks(restored: list[dict[str, str]], problem: str | None) -> None:
-    report = Report(30.0, "a test")
+    report = DrillReport(30.0, "a test")
     _compare(report, seen(SAVED, SAVED, stopped=True), seen(*restored, stopped=False))
     assert report.compared == list(SAVED)
     if problem is None:
@@ -57,8 +57,8 @@ def test_what_differs_is_named_with_its_ranks(restored: list[dict[str, str]], pr
         assert [problem in found for found in report.problems] == [True]
 
 
-def judged(needed_s: float, *problems: str, **more: Any) -> Report:
-    report = Report(30.0, "a test", needed_s=needed_s, save_s=needed_s, problems=list(problems), **more)
+def judged(needed_s: float, *problems: str, **more: Any) -> DrillReport:
+    report = DrillReport(30.0, "a test", needed_s=needed_s, save_s=needed_s, problems=list(problems), **more)
     _judge(report)
     return report
 
@@ -89,7 +89,7 @@ def test_advice_on_what_differs() -> None:
     ],
 )
 def test_why_a_job_did_not_come_to_its_training(code: int, stop: str | None, words: str) -> None:
-    assert words in str(_not_started(JobStatus(), AttemptResult(code=code, seen=JobStatus(), stop=stop)))
+    assert words in str(_not_started(JobStatus(), AttemptResult(code=code, status=JobStatus(), stop=stop)))
 
 
 def test_a_folder_in_a_drill_and_back(tmp_path: Path) -> None:

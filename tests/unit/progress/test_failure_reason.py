@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reprieve.errors import RankFailed, StateMismatch
-from reprieve.progress.failure_reason import LONGEST, reason
+from reprieve.progress.failure_reason import MAX_LENGTH, reason
 
 TOKEN = "abcdefgh12345678"
 
@@ -31,7 +31,7 @@ def test_what_is_told_of_an_error(error: BaseException, told: str) -> None:
 
 def test_a_long_one_is_cut() -> None:
     told = reason(StateMismatch("layer.weight, " * 10_000), {})
-    assert len(told) == LONGEST
+    assert len(told) == MAX_LENGTH
     assert told.startswith("StateMismatch: layer.weight, ")
     assert told.endswith("…")
 
@@ -60,7 +60,7 @@ def test_what_the_environment_calls_a_secret_is_hidden() -> None:
 
 
 def test_a_secret_is_hidden_before_the_text_is_cut() -> None:
-    told = reason(ValueError("x" * (LONGEST - 20) + TOKEN), {"MY_TOKEN": TOKEN})
+    told = reason(ValueError("x" * (MAX_LENGTH - 20) + TOKEN), {"MY_TOKEN": TOKEN})
     assert TOKEN[:4] not in told
 
 

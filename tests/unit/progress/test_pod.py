@@ -49,7 +49,7 @@ def test_in_a_pod_on_its_own_address_too(
 def test_what_people_look_for_in_the_log_of_a_pod(
     env: dict[str, str], said: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pod.say_protected(env)
+    pod.print_protected(env)
     lines = [
         "[Kubeflow] JIT checkpoint signal handler registered for SIGTERM",
         "[Kubeflow] JIT checkpointing enabled",

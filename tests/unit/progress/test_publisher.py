@@ -15,7 +15,7 @@ from reprieve.progress.snapshot import Progress
 from reprieve.progress.tracker import Tracker
 from tests.support.progress_kit import until
 
-CLOSE_S = publishers._CLOSE_S
+CLOSE_S = publishers._CLOSE_TIMEOUT_S
 pytestmark = pytest.mark.usefixtures("patient")
 
 
@@ -97,7 +97,10 @@ def test_a_run_that_just_ends_has_failed() -> None:
     notes = Notes()
     with Publisher(Tracker(), [notes]):
         pass
-    assert (notes.closed[0].state, notes.closed[0].reason) == ("failed", "it ended before it was finished")
+    assert (notes.closed[0].state, notes.closed[0].reason) == (
+        "failed",
+        "the process ended before training was finished",
+    )
 
 
 def test_a_stop_is_told() -> None:
@@ -113,7 +116,7 @@ def test_a_sink_that_fails_is_said_once_and_called_again(caplog: pytest.LogCaptu
         until(lambda: len(broken.updates) > 5 and len(notes.updates) > 5)
     assert len(broken.closed) == len(notes.closed) == 1
     assert [one.getMessage() for one in caplog.records] == [
-        "progress cannot be told to the broken one: no step 0. Training goes on"
+        "cannot publish progress to the broken one: no step 0. Training continues"
     ]
 
 
@@ -133,7 +136,7 @@ def test_a_sink_that_hangs_holds_up_nobody(at: str, caplog: pytest.LogCaptureFix
     assert trained - began < 0.5
     assert 0.9 < ended - trained < 1.9
     assert len(notes.closed) == 1, "the other one is told"
-    assert "the hanging one was not told how the run ended" in caplog.text
+    assert "the hanging one does not respond: it did not get the end of the run" in caplog.text
 
 
 def test_it_is_closed_once() -> None:

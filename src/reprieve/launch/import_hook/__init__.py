@@ -1,1 +1,1 @@
-"""How unmodified scripts are reached: hooks that run when a process under `reprieve run` imports a module."""
+"""Reaches unmodified scripts: functions that run when a process under `reprieve run` imports a module."""

@@ -1,8 +1,8 @@
-"""The hook by which scripts are protected that know nothing of us: something happens when a module is imported.
+"""The import hook that protects unmodified scripts: it calls functions when certain modules are imported.
 
-`reprieve run` puts a folder with a `sitecustomize.py` (site/) before all else on PYTHONPATH; that calls `install` in
-each Python process it starts, which adds one finder to sys.meta_path. It finds nothing itself: for a module in the
-table it lets the others find it, and does what the table says when it has been executed. For any other it is one
+`reprieve run` puts a folder with a `sitecustomize.py` (site/) first on PYTHONPATH. That file calls `install` in each
+Python process that the command starts, which adds a finder to sys.meta_path. For a module in `WHEN_IMPORTED` the finder
+lets the other finders find it, and calls the table's function after the module was executed. Any other module costs one
 lookup in a dict.
 """
 
@@ -30,45 +30,45 @@ WHEN_IMPORTED: dict[str, str] = {
     "torch.distributed.elastic.multiprocessing.api": "reprieve.launch.import_hook.rank_launchers:watch_torchrun",
     "accelerate.commands.launch": "reprieve.launch.import_hook.rank_launchers:watch_accelerate",
 }
-"""Module → what is called with it. By name: what is never used is never imported."""
+"""Module → the function to call with it. By name, so that nothing is imported that is not used."""
 _PROTECTING = {"reprieve", "transformers", "trl"}
-"""A script that imports one of them may protect its training with it; or use it for something else."""
+"""A script that imports one of these may protect its training with it, or use it for something else."""
 _IMPORT = re.compile(r"^\s*(?:import|from)\s+(\w+)", re.MULTILINE)
 
 
 def add_to(env: MutableMapping[str, str]) -> None:
-    """The environment of a command, so that Python processes in it come here."""
+    """Add the hook to the environment of a command."""
     others = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path and path != str(HOOK)]
     env["PYTHONPATH"] = os.pathsep.join([str(HOOK), *others])
 
 
 def install(table: dict[str, str] | None = None) -> None:
-    """In this process. Modules that are there already are seen at once."""
-    waiting = dict(WHEN_IMPORTED if table is None else table)
-    for name in [name for name in waiting if name in sys.modules]:
-        _call(waiting.pop(name), sys.modules[name])
-    sys.meta_path.insert(0, _Finder(waiting))
+    """Install the hook in this process. For modules that are imported already, it calls their functions now."""
+    pending = dict(WHEN_IMPORTED if table is None else table)
+    for name in [name for name in pending if name in sys.modules]:
+        _call(pending.pop(name), sys.modules[name])
+    sys.meta_path.insert(0, _Finder(pending))
 
 
 def report_torch(module: ModuleType) -> None:
-    """The launcher would like to know who trains, and is not protected."""
+    """Report the import of torch: the launcher warns about scripts that train without protection."""
     from reprieve.launcher_protocol import TorchImported, send_once
 
     send_once(TorchImported(undecided=not _PROTECTING.isdisjoint(_imported_by_script())))
 
 
 def report_protected(module: ModuleType) -> None:
-    """The script has loaded what it will train with."""
+    """Report that the script has loaded what protects its training."""
     from reprieve.launcher_protocol import Protected, send_once
 
     send_once(Protected())
 
 
 def _imported_by_script() -> set[str]:
-    """The packages that the script, and its modules that are just being imported, name in import statements.
+    """Return the packages in the import statements of the script and of its modules that are being imported.
 
-    `import reprieve` cannot be seen in any other way: this hook has imported it before, and `reprieve.Run` is loaded
-    when it is first used, perhaps after an hour of preparing data.
+    There is no other way to see `import reprieve`: this hook has imported it before, and `reprieve.Run` is only loaded
+    at its first use, perhaps after an hour of preparing data.
     """
     found: set[str] = set()
     frame: FrameType | None = sys._getframe(1)
@@ -81,15 +81,15 @@ def _imported_by_script() -> set[str]:
 
 
 class _Finder:
-    """On sys.meta_path, before all others."""
+    """The first finder on sys.meta_path."""
 
-    def __init__(self, waiting: dict[str, str]) -> None:
-        self._waiting = waiting
+    def __init__(self, pending: dict[str, str]) -> None:
+        self._pending = pending
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name not in self._waiting:
+        if name not in self._pending:
             return None
         for finder in sys.meta_path:
             if finder is not self and (spec := finder.find_spec(name, path, target)) is not None:
@@ -99,13 +99,13 @@ class _Finder:
         return None
 
     def _executed(self, name: str, module: ModuleType) -> None:
-        """Once: only now, since many look whether there is such a module and never import it."""
-        if (then := self._waiting.pop(name, None)) is not None:
-            _call(then, module)
+        """Call the module's function, once. Not in `find_spec`: libraries look for modules that they never import."""
+        if (function := self._pending.pop(name, None)) is not None:
+            _call(function, module)
 
 
 class _Loader:
-    """Around the real one; after it, what the table says."""
+    """Wraps the loader of a module, and calls a function after the module was executed."""
 
     def __init__(self, loader: Any, then: Callable[[ModuleType], None]) -> None:
         self._loader = loader
@@ -116,7 +116,7 @@ class _Loader:
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # The module must not see that we were here: `__loader__` is asked for resources, source and pickling.
+        # The module must keep its own loader: `__loader__` serves resources, source code and pickling.
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader

@@ -1,10 +1,10 @@
 """Hooks in the programs that start the ranks, torchrun and accelerate: only they know how a rank ended.
 
-    a rank is ended by SIGTERM  →  its parent reports that to `reprieve run` and ends the other ranks  →  a stop
+    SIGTERM ends a rank  →  its parent reports that to `reprieve run` and ends the other ranks  →  a stop
 
-Without them a SIGTERM that reaches a rank before the rank handles it looks like a crash: torchrun exits with 1, or
-starts all ranks again in place (`--max-restarts`). The import hook (hooks.py) calls these functions in the processes of
-these programs.
+Without the hooks, a SIGTERM to a rank that does not handle it yet looks like a crash: torchrun exits with 1, or
+restarts all ranks in place (`--max-restarts`). The import hook (finder.py) calls these functions in the processes of
+torchrun and accelerate.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _STOPS = (signal.SIGTERM, signal.SIGHUP)
 
 
 def watch_torchrun(module: Any) -> None:
-    """`module`: `torch.distributed.elastic.multiprocessing.api`, in the process of torchrun."""
+    """Report how ranks ended. `module`: `torch.distributed.elastic.multiprocessing.api`, in the process of torchrun."""
     if not (hasattr(module, "SubprocessContext") and hasattr(module, "_terminate_process_handler")):
         return  # private names, as in torch 2.13: a torchrun without them must still start
     context, handle = module.SubprocessContext, module._terminate_process_handler
@@ -42,7 +42,7 @@ def watch_torchrun(module: Any) -> None:
     def handle_signal(number: int, frame: FrameType | None) -> None:
         if number not in _STOPS:
             handle(number, frame)
-        elif not is_stopping:  # the launcher sends one, too, and an exception would interrupt what the first began
+        elif not is_stopping:  # the launcher sends one, too: a second exception would interrupt the stop
             stop(number, frame)
 
     @functools.wraps(close)
@@ -62,14 +62,14 @@ def watch_torchrun(module: Any) -> None:
 
 
 def watch_accelerate(module: Any) -> None:
-    """`module`: `accelerate.commands.launch`, which starts a single rank without torchrun."""
+    """Exit with 143 after a stop. `module`: `accelerate.commands.launch`, which starts one rank without torchrun."""
     if not hasattr(module, "simple_launcher"):
         return
     launch = module.simple_launcher
 
     @functools.wraps(launch)
     def simple_launcher(args: Any) -> None:
-        is_quiet, args.quiet = args.quiet, False  # a quiet one raises nothing, and hides the exit code
+        is_quiet, args.quiet = args.quiet, False  # in quiet mode it raises nothing and hides the exit code
         try:
             launch(args)
         except subprocess.CalledProcessError as error:
@@ -83,7 +83,7 @@ def watch_accelerate(module: Any) -> None:
 
 
 def _hide_traceback_of_stop(signal_exception: type[Exception]) -> None:
-    """torchrun ends a stop with an uncaught exception. Its traceback would hide the line that says what is saved."""
+    """Hide the traceback of torchrun's uncaught exception at a stop: it would bury the line about what is saved."""
     show = sys.excepthook
 
     def show_others(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:

@@ -1,1 +1,1 @@
-"""What the launcher keeps about a run, and what it decides: record, outcome, restarts, goodput."""
+"""What the launcher records about a run and decides from it: record, outcome, restarts, goodput."""

@@ -1,10 +1,9 @@
-"""Where the time of a run went: what it trained, and what each interruption took. Adds up to the wall time.
+"""Accounts for the wall time of a run: training that was kept, and losses by cause. The parts add up to the wall time.
 
-    launched ── lost to what ended the one before ──► training ── trained ──► kept until ── lost to its end ──► ended
+    launched ── lost to the previous cause ──► training ── trained ──► kept until ── lost to its own cause ──► ended
 
-What an attempt trained counts up to the moment that its newest checkpoint holds; what it did after that, the next one
-does again. The time until the next is launched is lost to the same cause, and so is its start. All times are seconds
-since the epoch.
+The training of an attempt counts up to the moment that its newest checkpoint holds; the next attempt repeats the rest.
+The time until the next attempt trains is lost to the same cause. All times are seconds since the epoch.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ class AttemptRecord:
 
     launched: float
     training: float | None = None
-    """When the first step was seen."""
+    """When the first step was completed."""
     kept_until: float | None = None
-    """What was done up to then is in a checkpoint."""
+    """The training up to this moment is in a checkpoint."""
     ended: float | None = None
     cause: str = RunState.RUNNING
-    """What ended it."""
+    """The run state that ended it; `RunState.RUNNING`: none did."""
     from_step: int | None = None
     to_step: int | None = None
 
@@ -40,12 +39,12 @@ class AttemptRecord:
 
 @dataclass(frozen=True, slots=True)
 class TimeSpent:
-    """Seconds."""
+    """How the wall time of a run was spent, in seconds."""
 
     wall: float
     trained: float
     lost: dict[str, float]
-    """By cause; the first start is one."""
+    """By cause; the first start is one of them."""
 
     @property
     def goodput(self) -> float:
@@ -56,15 +55,17 @@ class TimeSpent:
 
 
 def time_spent(attempts: Sequence[AttemptRecord], now: float) -> TimeSpent:
-    """Of a run. While its last attempt runs, all that it has done counts as trained: it may still be saved."""
+    """Account for the time of a run. A running attempt counts as trained: its work may still be saved."""
     if not attempts:
         return TimeSpent(0.0, 0.0, {})
     begin = at = attempts[0].launched
-    trained, lost, before = 0.0, dict[str, float](), FIRST_START
+    trained, lost, previous_cause = 0.0, dict[str, float](), FIRST_START
 
-    def until(moment: float | None, cause: str | None) -> None:
-        """The time from where we are to there went to a cause; None: it was trained. Clocks are set now and then, and
-        those of two processes differ: nobody goes back."""
+    def spend_until(moment: float | None, cause: str | None) -> None:
+        """Attribute the time up to `moment` to a cause; None: to training.
+
+        Clocks get adjusted, and those of two processes differ: time never goes back here.
+        """
         nonlocal at, trained
         seconds = max(0.0, (at if moment is None else moment) - at)
         at += seconds
@@ -73,24 +74,26 @@ def time_spent(attempts: Sequence[AttemptRecord], now: float) -> TimeSpent:
         elif seconds:
             lost[cause] = lost.get(cause, 0.0) + seconds
 
-    for one, following in zip_longest(attempts, attempts[1:]):
-        ended = one.ended
-        if ended is None:  # running; or its launcher was killed, and knows nothing of its end
+    for attempt, following in zip_longest(attempts, attempts[1:]):
+        ended = attempt.ended
+        if ended is None:  # it runs, or its launcher was killed and did not record the end
             ended = now if following is None else following.launched
-        until(one.launched, before)
-        until(min(ended if one.training is None else one.training, ended), before)
-        if one.training is not None:
-            kept = ended if one.ended is None else one.kept_until
-            until(None if kept is None else min(kept, ended), None)
-        until(ended, one.cause)
-        before = one.cause
-    if before not in (RunState.FINISHED, RunState.RUNNING):
-        until(now, before)
+        spend_until(attempt.launched, previous_cause)
+        spend_until(min(ended if attempt.training is None else attempt.training, ended), previous_cause)
+        if attempt.training is not None:
+            kept = ended if attempt.ended is None else attempt.kept_until
+            spend_until(None if kept is None else min(kept, ended), None)
+        spend_until(ended, attempt.cause)
+        previous_cause = attempt.cause
+    if previous_cause not in (RunState.FINISHED, RunState.RUNNING):
+        spend_until(now, previous_cause)
     return TimeSpent(at - begin, trained, lost)
 
 
 def losses(attempts: Sequence[AttemptRecord], causes: Sequence[str], now: float) -> tuple[int, float]:
-    """How often work was lost to these causes, and in how much training."""
-    count = sum(one.cause in causes for one in attempts)
-    training = sum(max(0.0, (one.ended or now) - one.training) for one in attempts if one.training is not None)
+    """Return how often work was lost to these causes, and in how many seconds of training."""
+    count = sum(attempt.cause in causes for attempt in attempts)
+    training = sum(
+        max(0.0, (attempt.ended or now) - attempt.training) for attempt in attempts if attempt.training is not None
+    )
     return count, training

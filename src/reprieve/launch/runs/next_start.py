@@ -1,4 +1,4 @@
-"""What the next start of a run resumes from: found on storage, without torch, when an attempt has ended."""
+"""Finds the checkpoint that the next start of a run resumes from, on storage and without torch."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from reprieve.errors import ReprieveError
 from reprieve.storage.uri import local_path, shown
 
-_PATIENCE_S = 2.0
-"""Storage that does not answer must not keep the launcher from ending."""
+_TIMEOUT_S = 2.0
+"""Unresponsive storage must not delay the exit of the launcher."""
 
 
 @dataclass(frozen=True, slots=True)
 class NextStart:
-    """The newest checkpoint that can be used."""
+    """The newest valid checkpoint of a run."""
 
     folder: str
     checkpoint: str | None = None
-    """Its name; None: there is none, and training starts at step 0."""
+    """Its name; None: there is none, and training begins at step 0."""
     step: int = 0
 
     def __str__(self) -> str:
@@ -29,22 +29,22 @@ class NextStart:
 
 
 def find_next_start(checkpoints: str) -> NextStart | None:
-    """None: it cannot be told, since no checkpoint is valid, or the storage does not answer."""
+    """Return None if it is unknown: no checkpoint is valid, or the storage does not respond."""
     found: list[NextStart] = []
 
-    def look() -> None:
+    def search() -> None:
         from reprieve.checkpoint.folder.catalog import list_checkpoints
 
         with contextlib.suppress(OSError, ReprieveError):
             folder = local_path(checkpoints)
-            every = list_checkpoints(folder)
-            valid = [checkpoint for checkpoint in every if checkpoint.problem is None]
+            checkpoints_there = list_checkpoints(folder)
+            valid = [checkpoint for checkpoint in checkpoints_there if checkpoint.problem is None]
             if valid:
                 found.append(NextStart(shown(folder), valid[0].path.name, valid[0].step))
-            elif not every:
+            elif not checkpoints_there:
                 found.append(NextStart(shown(folder)))
 
-    thread = threading.Thread(target=look, name="reprieve next start", daemon=True)
+    thread = threading.Thread(target=search, name="reprieve next start", daemon=True)
     thread.start()
-    thread.join(_PATIENCE_S)
+    thread.join(_TIMEOUT_S)
     return found[0] if found else None

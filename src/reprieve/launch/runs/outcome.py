@@ -1,12 +1,8 @@
-"""How an attempt ended, in one of the codes that users and clusters rely on.
+"""Decides how an attempt ended, and the launcher's exit code (exit_codes.py, docs/launch.md).
 
-    0     training finished
-    143   stopped: a preemption or a pause
-    42    will never work without a person
-    else  the child's own
-
-What counts is what the ranks have said of themselves. torchrun exits with 1 whether its ranks were preempted, refused
-to start or crashed, and a script may exit with 0 in the middle of its training.
+The decision follows from what the ranks have reported. Exit codes of other processes do not tell enough: torchrun exits
+with 1 whether its ranks were preempted, refused to start or crashed, and a script may exit with 0 in the middle of its
+training.
 """
 
 from __future__ import annotations
@@ -22,100 +18,106 @@ from reprieve.run_state import RunState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptResult:
-    """What was seen of an attempt that is over."""
+    """What was status of an attempt that is over."""
 
     code: int
-    """Of the child: its exit code, or minus the signal that killed it."""
-    seen: JobStatus
+    """The child's exit code, or minus the signal that killed it."""
+    status: JobStatus
     stop: str | None = None
-    """Why it was to stop, if it was."""
+    """The reason of the stop request, if there was one."""
     paused: bool = False
     killed: bool = False
-    """It was still running at the deadline, or after it was found to hang."""
+    """It still ran at the deadline and was killed."""
     hung_s: float | None = None
-    """For how long no step was completed, where that was too long."""
+    """For how long no step was completed, if that was too long."""
     next_start: NextStart | None = None
-    """What is on storage, where the launcher knows the folder."""
+    """What the next start resumes from, where the launcher knows the folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What that means."""
+    """How an attempt ended, and what that means for the launcher."""
 
     state: RunState
     code: int
-    words: str
-    """For a person: what happened, and what to do."""
-    again: bool = False
-    """It failed in a way that another attempt may not."""
+    message: str
+    """What happened, and what to do."""
+    can_retry: bool = False
+    """Whether another attempt may succeed."""
 
 
-def outcome(ended: AttemptResult) -> Outcome:
-    seen = ended.seen
-    if ended.stop is not None:
-        return _stopped(ended)
-    if ended.hung_s is not None:
-        words = f"no step in {ended.hung_s:.0f} s: it hung after step {seen.step}, and was ended"
-        return Outcome(RunState.HUNG, exit_codes.as_shell(-signal.SIGKILL), words, again=True)
-    if seen.refused is not None:
-        return Outcome(RunState.FAILED, exit_codes.PERMANENT_FAILURE, f"it needs a person: {seen.refused}")
-    if ended.code == exit_codes.PERMANENT_FAILURE:
-        return Outcome(RunState.FAILED, exit_codes.PERMANENT_FAILURE, "it needs a person: see what it said above")
-    if exit_codes.is_sigterm(ended.code):
-        # Sent to the command, and not to the launcher.
-        return _stopped(replace(ended, stop="SIGTERM"))
-    if ended.code == 0 and (seen.finished or not seen.ranks):
-        step = f" after {seen.step} steps" if seen.ranks else ""
+def decide_outcome(result: AttemptResult) -> Outcome:
+    """Decide how the attempt ended. A stop request comes before all other causes."""
+    status = result.status
+    if result.stop is not None:
+        return _stopped(result)
+    if result.hung_s is not None:
+        message = f"no step in {result.hung_s:.0f} s: the job hung after step {status.step} and was ended"
+        return Outcome(RunState.HUNG, exit_codes.as_shell(-signal.SIGKILL), message, can_retry=True)
+    if status.refused is not None:
+        return _permanent_failure(status.refused)
+    if result.code == exit_codes.PERMANENT_FAILURE:
+        return _permanent_failure("see its output above")
+    if exit_codes.is_sigterm(result.code):
+        # SIGTERM was sent to the command, and not to the launcher.
+        return _stopped(replace(result, stop="SIGTERM"))
+    if result.code == 0 and (status.finished or not status.ranks):
+        step = f" after {status.step} steps" if status.ranks else ""
         return Outcome(RunState.FINISHED, exit_codes.FINISHED, f"finished{step}")
-    if ended.code == 0:
+    if result.code == 0:
         return Outcome(
             RunState.FAILED,
             exit_codes.NOT_FINISHED,
-            f"the script ended with 0 at step {seen.step}, and its training is not finished. If it is meant to end "
-            "there, call run.finish(); started again, it goes on from its newest checkpoint",
+            f"the script ended with 0 at step {status.step}, but its training is not finished. If it is meant to end "
+            "there, call run.finish(). The next start resumes from its newest checkpoint",
         )
-    return Outcome(RunState.FAILED, exit_codes.as_shell(ended.code), _how_it_failed(ended), again=True)
+    return Outcome(RunState.FAILED, exit_codes.as_shell(result.code), _how_it_failed(result), can_retry=True)
 
 
-def _stopped(ended: AttemptResult) -> Outcome:
-    seen, state = ended.seen, RunState.PAUSED if ended.paused else RunState.PREEMPTED
-    words = f"stopped by {ended.stop}"
-    if seen.finished:
-        # There is nothing more to train, but the script may have more to do: evaluate, predict, save the model.
-        words += f" after training was finished, at step {seen.step}. The next start runs the rest of the script"
-    elif seen.was_saved_at_stop:
-        words += f": saved at step {seen.step}. The next start resumes from there"
-    elif seen.step and seen.saved_step == seen.step:
-        words += f" at step {seen.step}, which was saved already. The next start resumes from there"
-    elif seen.step > (seen.saved_step or 0):
-        words += f": step {seen.step} is NOT SAVED. {_next_start(ended)}"
-    elif seen.protected or (ended.next_start is not None and ended.next_start.checkpoint is not None):
-        words += f" before it trained a step: there was nothing to save. {_next_start(ended)}"
+def _permanent_failure(reason: str) -> Outcome:
+    message = f"permanent failure, restarting will not help: {reason}"
+    return Outcome(RunState.FAILED, exit_codes.PERMANENT_FAILURE, message)
+
+
+def _stopped(result: AttemptResult) -> Outcome:
+    status, state = result.status, RunState.PAUSED if result.paused else RunState.PREEMPTED
+    message = f"stopped by {result.stop}"
+    if status.finished:
+        # Training is complete, but the script may have more to do: evaluate, predict, save the model.
+        message += f" after training was finished, at step {status.step}. The next start runs the rest of the script"
+    elif status.was_saved_at_stop:
+        message += f": saved at step {status.step}. The next start resumes from there"
+    elif status.step and status.saved_step == status.step:
+        message += f" at step {status.step}, which was saved already. The next start resumes from there"
+    elif status.step > (status.saved_step or 0):
+        message += f": step {status.step} is NOT SAVED. {_next_start(result)}"
+    elif status.protected or (result.next_start is not None and result.next_start.checkpoint is not None):
+        message += f" before it trained a step: there was nothing to save. {_next_start(result)}"
     else:
-        words += (
+        message += (
             ": no protected training had begun, and nothing was saved. Loops with reprieve.Run and Hugging Face "
             "trainers are saved at a stop (docs/run.md)"
         )
-    if ended.killed:
-        words += ". It did not end in time, and was killed"
-    return Outcome(state, exit_codes.PREEMPTED, words)
+    if result.killed:
+        message += ". It did not end in time and was killed"
+    return Outcome(state, exit_codes.PREEMPTED, message)
 
 
-def _next_start(ended: AttemptResult) -> str:
-    if ended.next_start is not None:
-        return str(ended.next_start)
-    if ended.seen.saved_step:
-        return f"The next start resumes from step {ended.seen.saved_step}"
+def _next_start(result: AttemptResult) -> str:
+    if result.next_start is not None:
+        return str(result.next_start)
+    if result.status.saved_step:
+        return f"The next start resumes from step {result.status.saved_step}"
     return "The next start resumes from the newest valid checkpoint, or begins at step 0 if there is none"
 
 
-def _how_it_failed(ended: AttemptResult) -> str:
-    at = f" at step {ended.seen.step}" if ended.seen.ranks else ""
-    if ended.code < 0:
-        name = _signal_name(-ended.code)
-        hint = " (out of memory?)" if -ended.code == signal.SIGKILL else ""
-        return f"killed by {name}{hint}" + (f", when last heard of{at}" if at else "")
-    return f"failed with exit code {ended.code}{at}"
+def _how_it_failed(result: AttemptResult) -> str:
+    at = f" at step {result.status.step}" if result.status.ranks else ""
+    if result.code < 0:
+        name = _signal_name(-result.code)
+        hint = " (out of memory?)" if -result.code == signal.SIGKILL else ""
+        return f"killed by {name}{hint}" + (f", last reported{at}" if at else "")
+    return f"failed with exit code {result.code}{at}"
 
 
 def _signal_name(number: int) -> str:

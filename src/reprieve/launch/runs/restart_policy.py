@@ -1,53 +1,53 @@
-"""Whether a run that failed is started again, and when."""
+"""Decides whether and when to restart a run that failed."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
 
-_FIRST_WAIT_S = 1.0
-_LONGEST_WAIT_S = 60.0
-_STUCK = 3
-"""So many attempts in a row that end at one step: the next would, too."""
+_MIN_DELAY_S = 1.0
+_MAX_DELAY_S = 60.0
+_MAX_WITHOUT_PROGRESS = 3
+"""After this many attempts in a row that end at the same step, the next would, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """Start it again after so many seconds."""
+    """Restart the run after a delay."""
 
     wait_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Do not."""
+    """Do not restart the run."""
 
     reason: str
 
 
 class RestartPolicy:
-    """Of one run, by the failures so far. Preemptions are none."""
+    """The policy for one run, which knows its failures so far. Preemptions are not failures."""
 
     def __init__(self, allowed: int, jitter: random.Random | None = None) -> None:
         self._allowed = allowed
-        self._jitter = jitter or random.Random()  # noqa: S311 - spreads load, hides nothing
+        self._jitter = jitter or random.Random()  # noqa: S311 - not for security
         self.used = 0
         self._furthest = -1
         self._in_a_row = 0
-        """Failures since the run last got further."""
+        """Failures since the run last made progress."""
 
     def after_failure(self, step: int | None) -> Retry | GiveUp:
-        """`step`: how far the attempt got; None: it did not say."""
+        """Decide what follows a failure. `step`: the last step of the attempt; None: unknown."""
         if step is not None and step > self._furthest:
             self._furthest, self._in_a_row = step, 0
         self._in_a_row += 1
-        if self._allowed and step is not None and self._in_a_row >= _STUCK:
+        if self._allowed and step is not None and self._in_a_row >= _MAX_WITHOUT_PROGRESS:
             return GiveUp(
                 f"no progress: {self._in_a_row} attempts in a row ended at step {self._furthest} or before. "
-                "Starting it again would not help"
+                "Restarting would not help"
             )
         if self.used >= self._allowed:
             return GiveUp(f"failed {self.used + 1} times, {self._allowed} restarts allowed" if self._allowed else "")
         self.used += 1
-        wait_s = min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2 ** min(self._in_a_row - 1, 16))
+        wait_s = min(_MAX_DELAY_S, _MIN_DELAY_S * 2 ** min(self._in_a_row - 1, 16))
         return Retry(wait_s * self._jitter.uniform(0.75, 1.25))

@@ -1,1 +1,1 @@
-"""Progress in the formats that others read: JSON and Prometheus text."""
+"""Formats of progress: JSON and Prometheus text."""

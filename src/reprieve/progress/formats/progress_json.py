@@ -1,8 +1,8 @@
 """Progress as JSON: the keys that operators, dashboards and scripts rely on (docs/progress.md).
 
-Two forms. The file's has fractions as strings, because it becomes part of a Kubernetes status, which knows no floats.
-The HTTP form has plain numbers, and whole ones where those who poll it decode integers. What is not known is null in
-both. NaN and infinity, which JSON has no words for, are strings in the first and null in the second.
+There are two forms. The file has fractions as strings, because it becomes part of a Kubernetes status, which has no
+floats. The HTTP form has numbers, and integers where its readers decode integers. Unknown values are null in both. NaN
+and infinity, which JSON cannot express, are strings in the file and null over HTTP.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from reprieve.run_state import RunState
 _LOSS_DIGITS = 4
 _RATE_DIGITS = 6
 _SMALLEST = 1e-15
-"""Below, an exponent says more than zeros."""
-_MOST_SECONDS = 2**31 - 1
-"""Kubernetes counts them in 32 bits."""
+"""Smaller values are written with an exponent."""
+_MAX_SECONDS = 2**31 - 1
+"""Kubernetes counts seconds in 32 bits."""
 
 
 def dumps(value: Mapping[str, Any], *, indent: int | None = None) -> bytes:
-    """Valid JSON in ASCII, or an error."""
+    """Return strict JSON in ASCII. Raises ValueError for NaN and infinity."""
     return json.dumps(value, indent=indent, allow_nan=False).encode("ascii")
 
 
 def for_file(progress: Progress) -> dict[str, Any]:
-    """What TRAINING_PROGRESS_FILE holds."""
+    """Return the content of TRAINING_PROGRESS_FILE."""
     return {
         "epoch": None if progress.epoch is None else math.floor(progress.epoch),
         "totalEpochs": whole(progress.total_epochs),
@@ -39,13 +39,13 @@ def for_file(progress: Progress) -> dict[str, Any]:
         "loss": text(progress.loss, _LOSS_DIGITS),
         "learningRate": text(progress.learning_rate, _RATE_DIGITS),
         "percentComplete": _percent(progress.percent),
-        "estimatedTimeRemaining": _duration(seconds_left(progress)),
-        "lastUpdateTime": moment(progress.at),
+        "estimatedTimeRemaining": _go_duration(remaining_seconds(progress)),
+        "lastUpdateTime": timestamp(progress.at),
         "state": progress.state,
         "reason": progress.reason,
         "saved": progress.saved,
         "currentEpoch": text(progress.epoch, 2),
-        "estimatedRemainingSeconds": seconds_left(progress),
+        "estimatedRemainingSeconds": remaining_seconds(progress),
         "accuracy": text(progress.accuracy, _LOSS_DIGITS),
         "validationLoss": text(progress.validation_loss, _LOSS_DIGITS),
         "validationAccuracy": text(progress.validation_accuracy, _LOSS_DIGITS),
@@ -60,10 +60,10 @@ def for_file(progress: Progress) -> dict[str, Any]:
 
 
 def for_http(progress: Progress) -> dict[str, Any]:
-    """What the HTTP server answers with, and what the termination log holds."""
+    """Return the content of the HTTP response and of the termination log."""
     return {
         "progressPercentage": percentage(progress),
-        "estimatedRemainingSeconds": seconds_left(progress),
+        "estimatedRemainingSeconds": remaining_seconds(progress),
         "currentStep": progress.step,
         "totalSteps": progress.total_steps,
         "currentEpoch": number(progress.epoch),
@@ -78,45 +78,47 @@ def for_http(progress: Progress) -> dict[str, Any]:
         "resumedFrom": _checkpoint(progress.resumed_from),
         "resumedFromStep": progress.resumed_from,
         "restarts": progress.restarts,
-        "lastUpdateTime": moment(progress.at),
+        "lastUpdateTime": timestamp(progress.at),
         "checkpointing": checkpointing(progress),
     }
 
 
 def checkpointing(progress: Progress) -> dict[str, Any]:
-    known = progress.checkpoints
+    checkpoints = progress.checkpoints
     return {
-        "enabled": known.enabled,
-        "latestCheckpoint": known.latest,
-        "checkpointsCreated": known.created,
-        "latestCheckpointTime": None if known.latest_at is None else moment(known.latest_at),
-        "latestCheckpointBytes": known.latest_bytes,
-        "checkpointsValid": known.valid,
-        "savingStep": known.saving,
-        "savingPercentage": None if known.saving_fraction is None else math.floor(100 * known.saving_fraction),
+        "enabled": checkpoints.enabled,
+        "latestCheckpoint": checkpoints.latest,
+        "checkpointsCreated": checkpoints.created,
+        "latestCheckpointTime": None if checkpoints.latest_at is None else timestamp(checkpoints.latest_at),
+        "latestCheckpointBytes": checkpoints.latest_bytes,
+        "checkpointsValid": checkpoints.valid,
+        "savingStep": checkpoints.saving,
+        "savingPercentage": None
+        if checkpoints.saving_fraction is None
+        else math.floor(100 * checkpoints.saving_fraction),
     }
 
 
 def percentage(progress: Progress) -> int | None:
-    """Rounded down: 100 is for what is finished."""
+    """Return the percentage, rounded down: only a finished run has 100."""
     return None if progress.percent is None else math.floor(progress.percent)
 
 
-def seconds_left(progress: Progress) -> int | None:
-    """Rounded up: 0 is for what is finished."""
+def remaining_seconds(progress: Progress) -> int | None:
+    """Return the remaining seconds, rounded up: only a finished run has 0."""
     if progress.eta_s is None or not math.isfinite(progress.eta_s):
         return None
     least = 0 if progress.state == RunState.FINISHED else 1
-    return min(max(least, math.ceil(progress.eta_s)), _MOST_SECONDS)
+    return min(max(least, math.ceil(progress.eta_s)), _MAX_SECONDS)
 
 
 def _percent(percent: float | None) -> str | None:
-    """`28.3`, rounded down; but 28.3 itself is a little less than that in binary."""
+    """Round down to one digit: `28.3`. The small addend compensates for 28.3 not being exact in binary."""
     return None if percent is None else f"{math.floor(10 * percent + 1e-6) / 10:.1f}"
 
 
-def _duration(seconds: int | None) -> str | None:
-    """`20s`, `45m`, `1h30m`: rounded up, and as Go's ParseDuration reads it."""
+def _go_duration(seconds: int | None) -> str | None:
+    """Format for Go's ParseDuration, rounded up: `20s`, `45m`, `1h30m`."""
     if seconds is None or seconds < 60:
         return None if seconds is None else f"{seconds}s"
     hours, minutes = divmod(math.ceil(seconds / 60), 60)
@@ -127,8 +129,8 @@ def _checkpoint(step: int | None) -> str | None:
     return None if step is None else f"checkpoint-{step}"
 
 
-def moment(at: float) -> str:
-    """`2024-01-15T10:30:00Z`."""
+def timestamp(at: float) -> str:
+    """Format as `2024-01-15T10:30:00Z`."""
     return datetime.fromtimestamp(at, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -140,8 +142,8 @@ def whole(value: float | None) -> int | None:
     return None if value is None or not math.isfinite(value) else math.ceil(value)
 
 
-def spelt(value: float) -> str:
-    """All its digits."""
+def exact_text(value: float) -> str:
+    """Format a number with all its digits."""
     if math.isnan(value):
         return "NaN"
     if math.isinf(value):
@@ -150,11 +152,11 @@ def spelt(value: float) -> str:
 
 
 def text(value: float | None, digits: int) -> str | None:
-    """`0.000050`: as many digits, or more where fewer than two of them would say something."""
+    """Format with `digits` decimals, or more to show at least two significant digits: `0.000050`."""
     if value is None:
         return None
     if not math.isfinite(value):
-        return spelt(value)
+        return exact_text(value)
     if value and abs(value) < _SMALLEST:
         return f"{value:.2g}"
     return f"{value:.{max(digits, 1 - math.floor(math.log10(abs(value)))) if value else digits}f}"

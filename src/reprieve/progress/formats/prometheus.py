@@ -1,4 +1,4 @@
-"""Progress as Prometheus scrapes it: the text format 0.0.4. Seconds, bytes and ratios, not minutes and percents.
+"""Progress in Prometheus' text format 0.0.4, in seconds, bytes and ratios.
 
 https://prometheus.io/docs/instrumenting/exposition_formats/
 """
@@ -16,43 +16,55 @@ GAUGE, COUNTER = "gauge", "counter"
 
 
 def render(progress: Progress) -> bytes:
-    """What is not known is left out."""
-    saves = progress.checkpoints
+    """Render the metrics. Unknown values are left out."""
+    checkpoints = progress.checkpoints
     lines: list[str] = []
     for name, kind, text, value in (
         ("step", GAUGE, "Completed optimizer steps, those before a resume included.", progress.step),
         ("planned_steps", GAUGE, "Optimizer steps of the whole run.", progress.total_steps),
         ("epoch", GAUGE, "Completed epochs, with a fraction.", progress.epoch),
         ("planned_epochs", GAUGE, "Epochs of the whole run.", progress.total_epochs),
-        ("progress_ratio", GAUGE, "How much of the run is done, 0 to 1.", _share(progress.percent)),
+        ("progress_ratio", GAUGE, "Completed fraction of the run, 0 to 1.", _share(progress.percent)),
         ("remaining_seconds", GAUGE, "Estimated time until the run is finished.", progress.eta_s),
-        ("last_update_timestamp_seconds", GAUGE, "When something was last heard of training.", progress.at),
+        ("last_update_timestamp_seconds", GAUGE, "When training last reported anything.", progress.at),
         ("loss", GAUGE, "Training loss.", progress.loss),
         ("accuracy", GAUGE, "Training accuracy.", progress.accuracy),
         ("validation_loss", GAUGE, "Loss of the last evaluation.", progress.validation_loss),
         ("validation_accuracy", GAUGE, "Accuracy of the last evaluation.", progress.validation_accuracy),
         ("learning_rate", GAUGE, "Learning rate.", progress.learning_rate),
         ("gradient_norm", GAUGE, "Norm of the gradients.", progress.gradient_norm),
-        ("samples_per_second", GAUGE, "Samples trained on per second, pauses left out.", progress.samples_per_s),
-        ("tokens_per_second", GAUGE, "Tokens trained on per second, pauses left out.", progress.tokens_per_s),
-        ("resumed_from_step", GAUGE, "The step that this session goes on from.", progress.resumed_from),
-        ("restarts_total", COUNTER, "How often the run was started again.", progress.restarts),
-        ("checkpoints_created_total", COUNTER, "Checkpoints that became durable.", saves.created),
-        ("checkpoints_valid", GAUGE, "Checkpoints that can be resumed from.", saves.valid),
-        ("latest_checkpoint_timestamp_seconds", GAUGE, "When the newest checkpoint became durable.", saves.latest_at),
-        ("latest_checkpoint_bytes", GAUGE, "Size of the newest checkpoint.", saves.latest_bytes),
-        ("save_progress_ratio", GAUGE, "How much of the running save is written, 0 to 1.", saves.saving_fraction),
+        ("samples_per_second", GAUGE, "Samples trained on per second, excluding pauses.", progress.samples_per_s),
+        ("tokens_per_second", GAUGE, "Tokens trained on per second, excluding pauses.", progress.tokens_per_s),
+        ("resumed_from_step", GAUGE, "The step that this session resumed from.", progress.resumed_from),
+        ("restarts_total", COUNTER, "How often the run was restarted.", progress.restarts),
+        ("checkpoints_created_total", COUNTER, "Checkpoints that became durable.", checkpoints.created),
+        ("checkpoints_valid", GAUGE, "Valid checkpoints.", checkpoints.valid),
+        (
+            "latest_checkpoint_timestamp_seconds",
+            GAUGE,
+            "When the newest checkpoint became durable.",
+            checkpoints.latest_at,
+        ),
+        ("latest_checkpoint_bytes", GAUGE, "Size of the newest checkpoint.", checkpoints.latest_bytes),
+        (
+            "save_progress_ratio",
+            GAUGE,
+            "Written fraction of the save in progress, 0 to 1.",
+            checkpoints.saving_fraction,
+        ),
     ):
         if value is not None:
             lines += _family(name, kind, text, {"": value})
-    states = {f'{{state="{one}"}}': float(one == progress.state) for one in STATES}
-    lines += _family("state", GAUGE, "1 for what the run is doing.", states)
+    states = {f'{{state="{state}"}}': float(state == progress.state) for state in STATES}
+    lines += _family("state", GAUGE, "1 for the current state of the run.", states)
     for name, text, metrics in (
-        ("train_metric", "What training logged, by its own names.", progress.train),
-        ("eval_metric", "What the last evaluation found, by its own names.", progress.evaluation),
+        ("train_metric", "Values that training logged, by name.", progress.train),
+        ("eval_metric", "Values of the last evaluation, by name.", progress.evaluation),
     ):
         if metrics:
-            lines += _family(name, GAUGE, text, {f'{{name="{_escaped(one)}"}}': it for one, it in metrics.items()})
+            lines += _family(
+                name, GAUGE, text, {f'{{name="{_escaped(key)}"}}': value for key, value in metrics.items()}
+            )
     return ("\n".join(lines) + "\n").encode(errors="replace")
 
 
@@ -66,7 +78,7 @@ def _family(name: str, kind: str, text: str, samples: Mapping[str, float]) -> li
 
 
 def _number(value: float) -> str:
-    """As Go's ParseFloat reads it."""
+    """Format for Go's ParseFloat."""
     if math.isnan(value):
         return "NaN"
     if math.isinf(value):

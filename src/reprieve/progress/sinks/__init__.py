@@ -1,1 +1,1 @@
-"""Who is told about a run: the sinks, behind one Protocol, and which of them a run has."""
+"""Receivers of progress behind one Protocol, and the factory that chooses them."""

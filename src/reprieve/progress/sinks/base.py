@@ -1,6 +1,6 @@
-"""The seam between what is known of a run and whoever is told: files, servers, a terminal.
+"""The interface of sinks, which receive the progress of a run: files, servers, a terminal.
 
-One contract suite runs over all sinks (tests/unit/test_progress_sinks.py).
+One contract suite runs over all sinks (tests/unit/progress/sinks/test_sinks.py).
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ from reprieve.progress.snapshot import Progress
 
 
 class Sink(Protocol):
-    """One way to tell progress. All calls come from one thread, which belongs to the sink: it may wait, and what it
-    raises is logged and ends nothing. A call after one that failed tries again."""
+    """A receiver of progress.
+
+    All calls come from one thread, which belongs to the sink: it may block. Errors are logged and end nothing; the call
+    after a failed one tries again.
+    """
 
     @property
     def name(self) -> str:
@@ -20,10 +23,10 @@ class Sink(Protocol):
 
     @property
     def every_s(self) -> float:
-        """How often `update` is wanted."""
+        """The number of seconds between two calls of `update`."""
 
     def update(self, progress: Progress) -> None:
-        """This is how far the run is."""
+        """Publish the current progress."""
 
     def close(self, progress: Progress) -> None:
-        """This is the last word. Called once, and by then there may be only a second left."""
+        """Publish the last progress. Called once, with perhaps only a second left until the process exits."""

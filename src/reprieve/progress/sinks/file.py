@@ -1,4 +1,4 @@
-"""The progress file: JSON that an operator, or a person with `cat`, reads at any moment."""
+"""The progress file: JSON that an operator, or a person with `cat`, can read at any moment."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from reprieve.progress.formats import progress_json
 from reprieve.progress.snapshot import Progress
 from reprieve.storage.disk import Disk
 
-_LOOK_S = 1.0
-_AT_LEAST_EVERY_S = 10.0
-"""Also when a step takes minutes: a save that is under way, or an evaluation, is news."""
+_POLL_INTERVAL_S = 1.0
+_MAX_INTERVAL_S = 10.0
+"""The file is written at least this often if anything changed, also while a step takes minutes."""
 _MODE = 0o644
-"""Whoever reads it is often another user, in another container."""
+"""Readable for all: readers are often other users, in other containers."""
 
 
 class FileSink:
-    """Written as a whole beside it and renamed, so a reader never sees half of it."""
+    """Writes the progress file. It is written beside and renamed, so that readers never see half of it."""
 
-    every_s = _LOOK_S
+    every_s = _POLL_INTERVAL_S
 
     def __init__(
         self, path: str | Path, *, every_steps: int = 1, clock: Clock | None = None, disk: Disk | None = None
     ) -> None:
-        """`every_steps`: written after so many steps, and not more than once a second."""
+        """`every_steps`: the number of steps between two writes, which are at least a second apart."""
         self._path = Path(path).expanduser().absolute()
         self._every_steps = every_steps
         self._clock = clock or SystemClock()
@@ -52,17 +52,17 @@ class FileSink:
         if progress.step - last.step >= self._every_steps or progress.step < last.step:
             return True
         waited = self._clock.monotonic() - self._written_at
-        return progress != last and waited >= _AT_LEAST_EVERY_S
+        return progress != last and waited >= _MAX_INTERVAL_S
 
     def _write(self, progress: Progress) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        # A process that is being ended may still write, too: each has a file of its own beside it.
-        fresh = self._path.with_name(f".{self._path.name}.{os.getpid()}.new")
+        # A process that is about to exit may still write, too: each process has its own temporary file.
+        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}.new")
         with contextlib.suppress(FileNotFoundError):
-            self._disk.remove(fresh)
+            self._disk.remove(temporary)
         self._disk.write_file(
-            fresh, progress_json.dumps(progress_json.for_file(progress), indent=2) + b"\n", flush=False
+            temporary, progress_json.dumps(progress_json.for_file(progress), indent=2) + b"\n", flush=False
         )
-        fresh.chmod(_MODE)
-        self._disk.rename(fresh, self._path)
+        temporary.chmod(_MODE)
+        self._disk.rename(temporary, self._path)
         self._last, self._written_at = progress, self._clock.monotonic()

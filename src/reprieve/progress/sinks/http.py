@@ -1,10 +1,10 @@
-"""A small HTTP server that says how far the run is: to the operator, to Prometheus, to a person with curl.
+"""A small HTTP server for progress: for the operator, for Prometheus, for a person with curl.
 
     /, /progress   JSON
-    /metrics       Prometheus' text; JSON for a client that names no type or names JSON, as Kubeflow's controllers do
+    /metrics       Prometheus' text; JSON for a client that accepts JSON or names no type, as Kubeflow's controllers do
     /healthz       ok
 
-Read-only. A request is answered from what was told last: no request waits for training, or makes it wait.
+It is read-only and responds with the last update: no request waits for training or delays it.
 """
 
 from __future__ import annotations
@@ -30,77 +30,79 @@ from reprieve.progress.snapshot import Progress
 log = logging.getLogger("reprieve")
 
 PORT = 28080
-_CLIENTS = 16
-"""At once. One that is slow holds a thread of ours for `_PATIENCE_S`; more are hung up on."""
-_PATIENCE_S = 2.0
+_MAX_CLIENTS = 16
+"""At the same time. A slow one occupies a thread for `_TIMEOUT_S`; connections beyond the limit are closed."""
+_TIMEOUT_S = 2.0
 
 _listening: weakref.WeakSet[_Server] = weakref.WeakSet()
 
 
 class HttpSink:
-    """Listens from the first `update` on. A port that somebody else has is tried again with every update."""
+    """Serves progress from the first `update` on. If the port is in use, every update tries again."""
 
     every_s = 1.0
 
     def __init__(self, port: int = PORT, addresses: Sequence[str] = (LOOPBACK,)) -> None:
-        """`port`: 0 takes a free one, and logs it."""
-        self._asked = port
+        """`port`: 0 takes a free port and logs it."""
+        self._requested_port = port
         self._addresses = list(addresses)
         self._servers: list[_Server] = []
-        self._told: list[Progress | None] = [None]
+        self._latest: list[Progress | None] = [None]
         """Shared with the servers."""
 
     @property
     def name(self) -> str:
-        return f"the HTTP server on port {self.port or self._asked}"
+        return f"the HTTP server on port {self.port or self._requested_port}"
 
     @property
     def port(self) -> int | None:
-        """None: it does not listen yet."""
+        """The actual port; None: it does not listen yet."""
         return self._servers[0].server_address[1] if self._servers else None
 
     def update(self, progress: Progress) -> None:
-        self._told[0] = progress
+        self._latest[0] = progress
         if not self._servers:
             self._listen()
 
     def close(self, progress: Progress) -> None:
-        self._told[0] = progress
-        for one in self._servers:
-            one.stop()
+        self._latest[0] = progress
+        for server in self._servers:
+            server.stop()
 
     def _listen(self) -> None:
-        port = self._asked
+        port = self._requested_port
         servers: list[_Server] = []
         try:
             for address in self._addresses:
-                servers.append(_Server(address, port, self._told))
+                servers.append(_Server(address, port, self._latest))
                 port = servers[0].server_address[1]
         except OSError as error:
-            for one in servers:
-                one.server_close()
+            for server in servers:
+                server.server_close()
             if error.errno == errno.EADDRINUSE:
-                message = f"port {port} is in use: REPRIEVE_METRICS_PORT takes another, 0 a free one, off none"
+                message = f"port {port} is in use: set REPRIEVE_METRICS_PORT to another port, to 0 (any) or to off"
                 raise OSError(error.errno, message) from None
             raise
-        for one in servers:
-            one.start()
+        for server in servers:
+            server.start()
         self._servers = servers
-        where = ", ".join(f"http://{f'[{one}]' if ':' in one else one}:{port}" for one in self._addresses)
-        log.info("progress is told at %s", where)
+        urls = ", ".join(
+            f"http://{f'[{address}]' if ':' in address else address}:{port}" for address in self._addresses
+        )
+        log.info("progress is served at %s", urls)
 
 
 class _Server(ThreadingTCPServer):
-    # Not http.server.HTTPServer: that asks a name server for the name of this machine.
+    # Not http.server.HTTPServer, which looks up the name of this machine at a name server.
     allow_reuse_address = True
     daemon_threads = True
     block_on_close = False
     request_queue_size = 128
 
-    def __init__(self, address: str, port: int, told: list[Progress | None]) -> None:
+    def __init__(self, address: str, port: int, latest: list[Progress | None]) -> None:
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self.told = told
-        self._free = threading.Semaphore(_CLIENTS)
+        self.latest = latest
+        self._free = threading.Semaphore(_MAX_CLIENTS)
         self._stopped = False
         self._thread = threading.Thread(target=self._serve, name="reprieve http", daemon=True)
         super().__init__((address, port), _Handler)
@@ -114,7 +116,7 @@ class _Server(ThreadingTCPServer):
         self._stopped = True
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread up
-        self._thread.join(_PATIENCE_S)
+        self._thread.join(_TIMEOUT_S)
         self.server_close()
 
     def _serve(self) -> None:
@@ -135,36 +137,36 @@ class _Server(ThreadingTCPServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that hung up, or was too slow."""
+        """Ignore clients that disconnect or are too slow."""
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
-    timeout = _PATIENCE_S
+    timeout = _TIMEOUT_S
     server_version = "reprieve"
     sys_version = ""
 
     def do_GET(self) -> None:
-        progress = self.server.told[0]
+        progress = self.server.latest[0]
         path = self.path.partition("?")[0]
         if path == "/healthz":
-            self._answer(b"ok\n", "text/plain; charset=utf-8")
+            self._respond(b"ok\n", "text/plain; charset=utf-8")
         elif path not in ("/", "/progress", "/metrics"):
             self.send_error(HTTPStatus.NOT_FOUND)
         elif progress is None:
             self.send_error(HTTPStatus.SERVICE_UNAVAILABLE)
         elif path == "/metrics" and not self._wants_json():
-            self._answer(prometheus.render(progress), prometheus.CONTENT_TYPE)
+            self._respond(prometheus.render(progress), prometheus.CONTENT_TYPE)
         else:
-            self._answer(progress_json.dumps(progress_json.for_http(progress)), "application/json")
+            self._respond(progress_json.dumps(progress_json.for_http(progress)), "application/json")
 
     do_HEAD = do_GET
 
     def _wants_json(self) -> bool:
-        """Go's client, which polls for the controllers, sends no Accept. Prometheus, curl and browsers do."""
+        """The Go client of Kubeflow's controllers sends no Accept header. Prometheus, curl and browsers do."""
         return "application/json" in self.headers.get("Accept", "application/json")
 
-    def _answer(self, data: bytes, kind: str) -> None:
+    def _respond(self, data: bytes, kind: str) -> None:
         self.send_response(HTTPStatus.OK)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(data)))
@@ -175,16 +177,16 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: who asks how often is no news."""
+        """Log nothing."""
 
 
 @cache
 def _close_in_children() -> None:
-    """A forked DataLoader worker has no thread that would answer, and must not keep the port."""
+    """Close the sockets in forks: a DataLoader worker has no thread to respond, and must not hold the port."""
 
     def close() -> None:
-        for one in list(_listening):
+        for server in list(_listening):
             with contextlib.suppress(OSError):
-                one.socket.close()
+                server.socket.close()
 
     os.register_at_fork(after_in_child=close)

@@ -1,7 +1,7 @@
-"""Tells Kubeflow Trainer how far a TrainJob is: its `status.trainerStatus` (KEP-2779).
+"""Sends progress to Kubeflow Trainer, for `status.trainerStatus` of a TrainJob (KEP-2779).
 
 The controller puts `KUBEFLOW_TRAINER_SERVER_URL`, `_CA_CERT` and `_TOKEN` into its pods, the last two as paths. The
-token is read anew each time, because it is replaced every hour, and goes nowhere but into the request.
+token is read for each request, because it is replaced every hour, and is not used for anything else.
 https://github.com/kubeflow/trainer/tree/master/docs/proposals/2779-trainjob-progress
 """
 
@@ -20,23 +20,23 @@ from reprieve.errors import ReprieveError
 from reprieve.progress.formats import progress_json
 from reprieve.progress.snapshot import Progress
 
-URL, CA_CERT, TOKEN = (f"KUBEFLOW_TRAINER_SERVER_{one}" for one in ("URL", "CA_CERT", "TOKEN"))
+URL, CA_CERT, TOKEN = (f"KUBEFLOW_TRAINER_SERVER_{name}" for name in ("URL", "CA_CERT", "TOKEN"))
 
-_EVERY_S = 10.0
-"""The server takes 5 requests a second from all jobs of a cluster together (its default)."""
-_LONGEST_PAUSE_S = 300.0
-_LIMIT_S = 5.0
-_METRICS = 200
-_BYTES = 2**16
-"""The server takes no more."""
+_INTERVAL_S = 10.0
+"""By default the server accepts 5 requests a second from all jobs of a cluster together."""
+_MAX_INTERVAL_S = 300.0
+_TIMEOUT_S = 5.0
+_MAX_METRICS = 200
+_MAX_BYTES = 2**16
+"""Limits of the server."""
 
 
 class KubeflowError(ReprieveError):
-    """The status server could not be told. It goes no further than a warning in the log."""
+    """The status server cannot be reached. The publisher logs this as a warning."""
 
 
 class KubeflowSink:
-    """Pushes every so often, less often while that fails, and once at the end whatever happened before."""
+    """Pushes progress every 10 s, less often while that fails, and once at the end in any case."""
 
     every_s = 1.0
 
@@ -45,9 +45,9 @@ class KubeflowSink:
         self._ca = env.get(CA_CERT) or None
         self._token = env.get(TOKEN) or None
         self._clock = clock or SystemClock()
-        self._next = 0.0
-        self._pause_s = _EVERY_S
-        self._told_end = False
+        self._next_push = 0.0
+        self._interval_s = _INTERVAL_S
+        self._sent_end = False
 
     @property
     def name(self) -> str:
@@ -55,21 +55,21 @@ class KubeflowSink:
 
     def update(self, progress: Progress) -> None:
         now = self._clock.monotonic()
-        if self._told_end or (now < self._next and not progress.ended):
+        if self._sent_end or (now < self._next_push and not progress.ended):
             return
-        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
-        self._next = now + self._pause_s
+        self._interval_s = min(2 * self._interval_s, _MAX_INTERVAL_S)
+        self._next_push = now + self._interval_s
         self._push(progress)
-        self._pause_s = _EVERY_S
-        self._next = now + self._pause_s
-        self._told_end = progress.ended
+        self._interval_s = _INTERVAL_S
+        self._next_push = now + self._interval_s
+        self._sent_end = progress.ended
 
     def close(self, progress: Progress) -> None:
-        if not self._told_end:
+        if not self._sent_end:
             self._push(progress)
 
     def _push(self, progress: Progress) -> None:
-        """http.client knows no proxy and follows no redirect: the token goes to the server that was named."""
+        """POST the status. http.client uses no proxy and follows no redirect: only the named server gets the token."""
         headers = {"Authorization": f"Bearer {_read_token(self._token)}", "Content-Type": "application/json"}
         connection = _connect(self._url, self._ca)
         try:
@@ -81,28 +81,28 @@ class KubeflowSink:
         finally:
             connection.close()
         if status != http.client.OK:
-            raise KubeflowError(f"it answered with status {status}")
+            raise KubeflowError(f"it responded with status {status}")
 
 
 def body(progress: Progress) -> bytes:
-    """What is pushed. As many metrics as fit."""
-    told = {name: str(value) for name, value in _metrics(progress).items() if name and value is not None}
-    status: dict[str, Any] = {"lastUpdatedTime": progress_json.moment(progress.at)}
+    """Return the body of the request, with as many metrics as fit."""
+    metrics = {name: str(value) for name, value in _metrics(progress).items() if name and value is not None}
+    status: dict[str, Any] = {"lastUpdatedTime": progress_json.timestamp(progress.at)}
     if (percentage := progress_json.percentage(progress)) is not None:
         status["progressPercentage"] = percentage
-    if (seconds := progress_json.seconds_left(progress)) is not None:
+    if (seconds := progress_json.remaining_seconds(progress)) is not None:
         status["estimatedRemainingSeconds"] = seconds
-    most = _METRICS
+    limit = _MAX_METRICS
     while True:
-        status["metrics"] = [{"name": name, "value": value} for name, value in list(told.items())[:most]]
+        status["metrics"] = [{"name": name, "value": value} for name, value in list(metrics.items())[:limit]]
         data = progress_json.dumps({"trainerStatus": status})
-        if len(data) <= _BYTES:
+        if len(data) <= _MAX_BYTES:
             return data
-        most //= 2
+        limit //= 2
 
 
 def _metrics(progress: Progress) -> dict[str, Any]:
-    ours = {
+    general = {
         "state": progress.state,
         "currentStep": progress.step,
         "totalSteps": progress.total_steps,
@@ -114,7 +114,7 @@ def _metrics(progress: Progress) -> dict[str, Any]:
         "checkpointsCreated": progress.checkpoints.created,
     }
     logged = {**progress.train, **progress.evaluation}
-    return {**ours, **{name: progress_json.spelt(value) for name, value in logged.items()}}
+    return {**general, **{name: progress_json.exact_text(value) for name, value in logged.items()}}
 
 
 def _connect(url: SplitResult, ca: str | None) -> http.client.HTTPConnection:
@@ -124,10 +124,10 @@ def _connect(url: SplitResult, ca: str | None) -> http.client.HTTPConnection:
             context = ssl.create_default_context(cafile=ca)
         except OSError as error:
             raise KubeflowError(f"the certificates {ca} cannot be read: {error.strerror or error}") from None
-        return http.client.HTTPSConnection(host, url.port, timeout=_LIMIT_S, context=context)
+        return http.client.HTTPSConnection(host, url.port, timeout=_TIMEOUT_S, context=context)
     if url.scheme == "http" and host in ("127.0.0.1", "::1", "localhost"):
-        return http.client.HTTPConnection(host, url.port, timeout=_LIMIT_S)
-    raise KubeflowError(f"{URL} is no https:// address: the token is not sent in the clear")
+        return http.client.HTTPConnection(host, url.port, timeout=_TIMEOUT_S)
+    raise KubeflowError(f"{URL} is not an https:// address: the token is not sent unencrypted")
 
 
 def _read_token(path: str | None) -> str:
@@ -136,9 +136,9 @@ def _read_token(path: str | None) -> str:
     try:
         token = Path(path).read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "no text"
+        reason = error.strerror if isinstance(error, OSError) else "not text"
         raise KubeflowError(f"the token {path} cannot be read: {reason}") from None
-    # http.client would name a token that is no header in its error.
+    # For a token that is not a valid header, http.client would show it in its error message.
     if not token or not token.isprintable() or " " in token:
-        raise KubeflowError(f"{path} holds no token")
+        raise KubeflowError(f"{path} does not hold a token")
     return token

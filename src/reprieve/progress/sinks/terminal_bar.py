@@ -1,7 +1,7 @@
-"""A line on a terminal: step, loss, time left, the newest checkpoint, and the save that is under way.
+"""A progress bar on a terminal: step, loss, time left, the newest checkpoint, and the save in progress.
 
-Drawn when something is told, by whoever tells it: no thread of its own, and stdout and stderr stay what they are (a
-forked worker that prints through rich would wait for a lock that nobody gives back).
+It is drawn by the thread that updates the sink. It has no thread of its own and does not replace stdout and stderr: a
+forked worker that printed through rich would wait forever for a lock that its parent held.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 from reprieve.progress.formats import progress_json
 from reprieve.progress.snapshot import Progress
 from reprieve.run_state import RunState
+from reprieve.units import format_duration
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
 def terminal() -> Console | None:
-    """stderr, if a bar can be drawn there: it is a terminal, and rich is installed."""
+    """Return a console on stderr if stderr is a terminal and rich is installed."""
     try:
         if not sys.stderr.isatty():
             return None
@@ -30,7 +31,7 @@ def terminal() -> Console | None:
 
 
 class BarSink:
-    """For one run."""
+    """The progress bar of one run."""
 
     every_s = 0.5
     name = "the progress bar"
@@ -46,7 +47,7 @@ class BarSink:
         except BaseException:
             with contextlib.suppress(Exception):
                 self._bar.stop()
-            self._bar = None  # half drawn; the next call begins a new one
+            self._bar = None  # half drawn; the next call creates a new bar
             raise
 
     def _draw(self, progress: Progress) -> None:
@@ -86,24 +87,16 @@ class BarSink:
 
 
 def facts(progress: Progress) -> str:
-    """`120/400  loss 0.4523  3 min 20 s left  saved checkpoint-100  saving 42 %`."""
+    """Return the text behind the bar: `120/400  loss 0.4523  3 min 20 s left  saved checkpoint-100  saving 42 %`."""
     total = "" if progress.total_steps is None else f"/{progress.total_steps}"
     parts = [f"{progress.step}{total}"]
     if progress.loss is not None:
         parts.append(f"loss {progress_json.text(progress.loss, 4)}")
     if progress.eta_s:
-        parts.append(f"{_duration(progress.eta_s)} left")
+        parts.append(f"{format_duration(int(progress.eta_s))} left")
     if progress.checkpoints.latest:
         parts.append(f"saved {progress.checkpoints.latest.rstrip('/').rpartition('/')[2]}")
     if progress.checkpoints.saving is not None:
         fraction = progress.checkpoints.saving_fraction
         parts.append("saving" if fraction is None else f"saving {100 * fraction:.0f} %")
     return "  ".join(parts)
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes:02} min"
-    return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"

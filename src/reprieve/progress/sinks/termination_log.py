@@ -1,6 +1,6 @@
-"""The termination log: what Kubernetes keeps of a container when it is gone, and shows as the reason.
+"""The termination log: what Kubernetes keeps of a terminated container and shows as the reason.
 
-Written when the run has ended, and after a stop too: a preempted pod would otherwise leave nothing behind.
+It is written when the run has ended, and after a stop, too: a preempted pod would otherwise leave nothing behind.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 from reprieve.progress.formats import progress_json
 from reprieve.progress.snapshot import Progress
 
-LONGEST = 4096
-"""Kubernetes cuts off what is longer, and half a JSON object is none."""
+MAX_BYTES = 4096
+"""Kubernetes truncates longer logs, and a truncated JSON object is useless."""
 
 
 def path(env: Mapping[str, str] = os.environ) -> Path:
@@ -23,7 +23,7 @@ def path(env: Mapping[str, str] = os.environ) -> Path:
 
 
 class TerminationSink:
-    """Only where the file is there already: the kubelet makes it, and nobody reads another."""
+    """Writes the termination log if the file exists: the kubelet creates it."""
 
     every_s = 1.0
 
@@ -36,7 +36,7 @@ class TerminationSink:
         return f"the termination log {self._path}"
 
     def update(self, progress: Progress) -> None:
-        """The process may be ended without a further word."""
+        """Write the end of the run at once: the process may be killed before `close`."""
         if progress.ended and not self._written:
             self._write(progress)
 
@@ -45,19 +45,19 @@ class TerminationSink:
 
     def _write(self, progress: Progress) -> None:
         if self._path.exists():
-            self._path.write_bytes(message(progress))  # in place: it is a mount
+            self._path.write_bytes(message(progress))  # in place: the file is a mount
         self._written = True
 
 
 def message(progress: Progress) -> bytes:
-    """The most that fits."""
+    """Return as much of the progress as fits."""
     return _fitting(progress_json.for_http(progress))
 
 
-def with_message(told: bytes, text: str) -> bytes | None:
-    """What a run told, with the launcher's last words; None if it told nothing."""
+def with_message(content: bytes, text: str) -> bytes | None:
+    """Add the launcher's exit message to the progress in a log; None: there is no progress in it."""
     try:
-        found = json.loads(told)
+        found = json.loads(content)
     except ValueError:
         return None
     if not isinstance(found, dict) or not {"trainMetrics", "evalMetrics", "checkpointing"} <= found.keys():
@@ -65,25 +65,25 @@ def with_message(told: bytes, text: str) -> bytes | None:
     return _fitting({**found, "message": text})
 
 
-def _fitting(told: dict[str, Any]) -> bytes:
+def _fitting(content: dict[str, Any]) -> bytes:
     data = b""
-    for smaller in _ever_smaller(told):
-        data = progress_json.dumps(smaller)
-        if len(data) <= LONGEST:
+    for reduced in _reductions(content):
+        data = progress_json.dumps(reduced)
+        if len(data) <= MAX_BYTES:
             break
     return data
 
 
-def _ever_smaller(told: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Numbers that a person chose the names of go first, then texts; what is left at last is short."""
-    yield told
+def _reductions(content: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield ever smaller versions: metrics with names of the user are dropped first, then texts are shortened."""
+    yield content
     for most in (16, 4, 0):
         for metrics in ("trainMetrics", "evalMetrics"):
-            told = {**told, metrics: dict(list(told[metrics].items())[:most])}
-        yield told
+            content = {**content, metrics: dict(list(content[metrics].items())[:most])}
+        yield content
     for most in (100, 0):
         for text in ("reason", "message"):
-            if told.get(text):
-                told = {**told, text: told[text][:most]}
-        yield told
-    yield {**told, "checkpointing": {**told["checkpointing"], "latestCheckpoint": None}}
+            if content.get(text):
+                content = {**content, text: content[text][:most]}
+        yield content
+    yield {**content, "checkpointing": {**content["checkpointing"], "latestCheckpoint": None}}

@@ -14,9 +14,10 @@ import pytest
 
 from reprieve.adapters.transformers.preflight import check
 from reprieve.errors import ConfigError
-from tests.support.hf_kit import attempt, checkpoints, ends, goes_on, refused, stopped, undisturbed
+from tests.support.hf_kit import attempt, checkpoints, ends, train_to_end, refused, stopped, undisturbed
 from tests.support.jobs.hf_jobs import HfJob, seen
 from tests.support.jobs.stop_scenario_jobs import told
+from tests.support.places import WITHOUT_DEEPSPEED
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def test_checkpoints_of_another_shape(job: HfJob) -> None:
 
 def test_checkpoints_of_another_model(job: HfJob) -> None:
     stopped(replace(job, model="llama"), *told(3))
-    refused(job, "is of another model", "are missing", "are unknown")
+    refused(job, "was saved from another model", "are missing", "are unknown")
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,7 @@ def test_an_adapter_of_other_modules(job: HfJob, before: str, after: str, word: 
     """PEFT loads what fits, and the trainer does not ask whether that was all."""
     job = replace(job, model="llama")
     stopped(replace(job, trainer=f"lora_{before}"), *told(3))
-    refused(replace(job, trainer=f"lora_{after}"), "is of another model", word, "_proj.lora_A")
+    refused(replace(job, trainer=f"lora_{after}"), "was saved from another model", word, "_proj.lora_A")
 
 
 def test_all_checkpoints_are_torn(job: HfJob) -> None:
@@ -90,7 +91,7 @@ def test_a_folder_that_was_renamed(job: HfJob) -> None:
 
 def test_fewer_steps_than_were_done(job: HfJob) -> None:
     stopped(job, *told(12))
-    refused(job.but(max_steps=10), "the checkpoint is of step 12, and there are 10 steps to train")
+    refused(job.but(max_steps=10), "the checkpoint is of step 12, but there are only 10 steps to train")
 
 
 def test_already_finished_is_logged_only_where_it_is_true(job: HfJob) -> None:
@@ -110,7 +111,7 @@ def test_another_batch_size(job: HfJob) -> None:
     half = job.but(per_device_train_batch_size=8)
     result = attempt(half)[0]
     assert result.ok, str(result)
-    assert "these are 1 with 1 of 8: the run goes on at the same place in the data (48 samples" in result.output
+    assert "this run has 1 × 1 × 8: it resumes at the same position in the data (48 samples" in result.output
 
 
 def test_another_batch_size_of_samples_that_are_grouped(job: HfJob) -> None:
@@ -118,7 +119,7 @@ def test_another_batch_size_of_samples_that_are_grouped(job: HfJob) -> None:
     stopped(job, *told(2))
     result = attempt(job.but(per_device_train_batch_size=8))[0]
     assert result.ok, str(result)
-    assert "samples grouped by length come in another order in such steps" in result.output
+    assert "samples grouped by length come in another order in steps of this size" in result.output
 
 
 @pytest.mark.parametrize(("before", "after", "steps"), [(1, 2, 22), (2, 1, 24)])
@@ -127,7 +128,10 @@ def test_another_accumulation(job: HfJob, before: int, after: int, steps: int) -
     stopped(job.but(gradient_accumulation_steps=before), *told(12))
     result = attempt(job.but(gradient_accumulation_steps=after))[0]
     assert result.ok, str(result)
-    assert f"with {before} batches of 4 in a step, these are 1 with {after} of 4" in result.output
+    assert (
+        f"has 1 × {before} × 4 samples in a step (ranks × batches × batch size), and this run has 1 × {after} × 4:"
+        in result.output
+    )
     found = seen(job.folder)
     assert found["end-0.json"]["steps"] == steps
     batches = [samples for _, _, samples in found["losses-0.jsonl"]]
@@ -143,7 +147,8 @@ def test_only_the_model_is_saved(job: HfJob) -> None:
 def _script(folder: Path, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Under the launcher, which would try again."""
     (folder / "train.py").write_text(_SCRIPT)
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "REPRIEVE_STATE_DIR": str(folder / "state"), **env}
+    env = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": WITHOUT_DEEPSPEED, **env}
+    env = {**os.environ, "REPRIEVE_STATE_DIR": str(folder / "state"), **env}
     ours = [sys.executable, "-m", "reprieve", "run", "--max-restarts", "3"]
     return subprocess.run([*ours, *command], env=env, cwd=folder, capture_output=True, text=True, timeout=120)
 
@@ -156,7 +161,7 @@ def test_what_is_refused_before_anything_begins_ends_with_42(tmp_path: Path) -> 
     ended = _script(tmp_path, *_PYTHON, ONLY_MODEL="1")
     assert ended.returncode == 42, ended.stderr
     assert ended.stderr.count("save_model() saves the model alone") >= 1
-    assert "it needs a person: ConfigError: save_only_model=True" in ended.stderr
+    assert "permanent failure, restarting will not help: ConfigError: save_only_model=True" in ended.stderr
 
 
 def test_what_is_refused_when_it_resumes_ends_with_42(tmp_path: Path) -> None:
@@ -165,12 +170,12 @@ def test_what_is_refused_when_it_resumes_ends_with_42(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     ended = _script(tmp_path, *_TORCHRUN, WIDTH="16")
     assert ended.returncode == 42, ended.stderr
-    assert "it needs a person: StateMismatch:" in ended.stderr
+    assert "permanent failure, restarting will not help: StateMismatch:" in ended.stderr
     [checkpoint] = (tmp_path / "out").glob("checkpoint-*")
     (checkpoint / "model.safetensors").write_bytes(b"torn")
     ended = _script(tmp_path, *_PYTHON)
     assert ended.returncode == 42, ended.stderr
-    assert "it needs a person: NoValidCheckpoint:" in ended.stderr
+    assert "permanent failure, restarting will not help: NoValidCheckpoint:" in ended.stderr
 
 
 @pytest.mark.parametrize("launcher", [_PYTHON, _TORCHRUN], ids=["python", "torchrun"])
@@ -178,7 +183,10 @@ def test_a_starting_point_that_does_not_exist_ends_with_42(tmp_path: Path, launc
     """Although the launcher may restart it three times."""
     ended = _script(tmp_path, *launcher, RESUME="base/checkpoint-7")
     assert ended.returncode == 42, ended.stderr
-    assert f"it needs a person: ConfigError: resume_from_checkpoint='{tmp_path}/base/checkpoint-7'" in ended.stderr
+    assert (
+        f"permanent failure, restarting will not help: ConfigError: resume_from_checkpoint='{tmp_path}/base/checkpoint-7'"
+        in ended.stderr
+    )
 
 
 _SCRIPT = """
@@ -200,17 +208,17 @@ def test_a_callback_that_raises_in_a_save(job: HfJob) -> None:
     goes = replace(often, raising=8)
     result = attempt(goes)[0]
     assert result.exit_code == 1, str(result)
-    assert "the callback does not want to" in result.output
+    assert "the callback refuses" in result.output
     assert checkpoints(job) == ["checkpoint-4"]
     whole_run = undisturbed(often)
-    found = goes_on(often)
+    found = train_to_end(often)
     assert found["end-0.json"] == whole_run["end-0.json"]
     assert len(found["losses-0.jsonl"]) == len(whole_run["losses-0.jsonl"]) + 4, "from step 4 on, again"
 
 
 def test_a_starting_point(job: HfJob, tmp_path: Path) -> None:
     """A path that the script gives is where the run begins, and not where each of its starts does."""
-    goes_on(job.but(max_steps=10, save_strategy="steps", save_steps=10))
+    train_to_end(job.but(max_steps=10, save_strategy="steps", save_steps=10))
     shutil.move(job.output / "checkpoint-10", tmp_path / "base")
     shutil.rmtree(job.output)
     given = replace(job, given=str(tmp_path / "base"))
@@ -232,11 +240,11 @@ def test_starting_points_that_cannot_be_resumed_from(job: HfJob, tmp_path: Path,
         refused(replace(job, given=str(path)), f"resume_from_checkpoint='{path}'", *words, ranks=ranks)
 
     refused_with(trained, "there is no such folder. Leave it out")
-    goes_on(job.but(max_steps=2, output_dir=str(base)), ranks)
-    refused_with(base / "checkpoint-1", f"there is no such folder. Give {trained}")
+    train_to_end(job.but(max_steps=2, output_dir=str(base)), ranks)
+    refused_with(base / "checkpoint-1", f"there is no such folder. Pass {trained}")
     (tmp_path / "empty").mkdir()
     refused_with(tmp_path / "empty", "the folder is empty")
-    refused_with(base, f"no trainer_state.json. Give {trained}")
+    refused_with(base, f"no trainer_state.json. Pass {trained}")
     refused_with(trained / "model.safetensors", "not a folder")
     (trained / "optimizer.pt").unlink()
     refused_with(trained, "optimizer.pt is missing")
@@ -246,4 +254,4 @@ def test_starting_points_that_cannot_be_resumed_from(job: HfJob, tmp_path: Path,
 @pytest.mark.parametrize("given", [True, "True", "false", ""])
 def test_resume_where_nothing_is(job: HfJob, given: bool | str) -> None:
     short = job.but(max_steps=3)
-    assert goes_on(replace(short, given=given)) == undisturbed(short)
+    assert train_to_end(replace(short, given=given)) == undisturbed(short)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from reprieve.launch.drill import Report, _compare
+from reprieve.launch.drill import DrillReport, _compare
 from reprieve.launch.rank_status import JobStatus
 from reprieve.launcher_protocol import DRILL, LAUNCHER_SOCKET, Listener
 from reprieve.testing import Fault, pause
@@ -30,7 +30,7 @@ def job(tmp_path: Path) -> HfJob:
     return HfJob(str(tmp_path / "job"), samples=48)
 
 
-def drill(job: HfJob, *faults: Fault, ranks: int = 1, step: int = 4, again: HfJob | None = None) -> Report:
+def drill(job: HfJob, *faults: Fault, ranks: int = 1, step: int = 4, again: HfJob | None = None) -> DrillReport:
     """Stop the job, start it again, compare. `again`: what is started, if that is another."""
     folder = Path(job.folder).parent
     with listening() as (before, env):
@@ -40,7 +40,7 @@ def drill(job: HfJob, *faults: Fault, ranks: int = 1, step: int = 4, again: HfJo
     with listening() as (after, env):
         results = attempt(again or job, ranks=ranks, **env, **{DRILL: str(folder / "scratch")})
     assert all(result.ok for result in results), str(results[0])
-    report = Report(30.0, "a test")
+    report = DrillReport(30.0, "a test")
     _compare(report, before, after)
     assert report.equal is not None, report.problems
     return report

@@ -10,7 +10,7 @@ from reprieve.exit_codes import NOT_FINISHED, PERMANENT_FAILURE
 from reprieve.exit_codes import PREEMPTED as EXIT_PREEMPTED
 from reprieve.launch.rank_status import JobStatus
 from reprieve.launch.runs.next_start import NextStart
-from reprieve.launch.runs.outcome import AttemptResult, Outcome, outcome
+from reprieve.launch.runs.outcome import AttemptResult, Outcome, decide_outcome
 from reprieve.launcher_protocol import (
     Finished,
     Message,
@@ -70,25 +70,27 @@ def stopped(step: int, *, was_saved: bool) -> Report:
 
 
 def test_finished() -> None:
-    found = outcome(AttemptResult(code=0, seen=status(STARTED, STEP_9, FINISHED_10)))
+    found = decide_outcome(AttemptResult(code=0, status=status(STARTED, STEP_9, FINISHED_10)))
     assert found == Outcome(FINISHED, 0, "finished after 10 steps")
 
 
 def test_finished_before_it_was_started_again() -> None:
     already = report(Started(checkpoints="/c", resumed=10, finished=True))
-    assert outcome(AttemptResult(code=0, seen=status(already))) == Outcome(FINISHED, 0, "finished after 10 steps")
+    assert decide_outcome(AttemptResult(code=0, status=status(already))) == Outcome(
+        FINISHED, 0, "finished after 10 steps"
+    )
 
 
 def test_a_command_that_told_nothing_is_believed() -> None:
-    assert outcome(AttemptResult(code=0, seen=status())) == Outcome(FINISHED, 0, "finished")
+    assert decide_outcome(AttemptResult(code=0, status=status())) == Outcome(FINISHED, 0, "finished")
 
 
 def test_a_script_that_only_imports_torch_is_believed() -> None:
-    assert outcome(AttemptResult(code=0, seen=status(TORCH))) == Outcome(FINISHED, 0, "finished")
+    assert decide_outcome(AttemptResult(code=0, status=status(TORCH))) == Outcome(FINISHED, 0, "finished")
 
 
 def test_a_run_is_finished_when_its_ranks_are_whoever_else_imports_torch() -> None:
-    found = outcome(AttemptResult(code=0, seen=status(TORCH, STARTED, STEP_9, TORCH, FINISHED_10)))
+    found = decide_outcome(AttemptResult(code=0, status=status(TORCH, STARTED, STEP_9, TORCH, FINISHED_10)))
     assert found == Outcome(FINISHED, 0, "finished after 10 steps")
 
 
@@ -98,21 +100,23 @@ def test_a_run_is_finished_when_its_ranks_are_whoever_else_imports_torch() -> No
     ids=["the only rank", "one rank of two"],
 )
 def test_a_script_that_ends_in_the_middle_has_not_finished(reports: tuple[Report, ...]) -> None:
-    found = outcome(AttemptResult(code=0, seen=status(*reports)))
-    assert (found.state, found.code, found.again) == (FAILED, NOT_FINISHED, False)
-    assert "not finished" in found.words
-    assert "run.finish()" in found.words
+    found = decide_outcome(AttemptResult(code=0, status=status(*reports)))
+    assert (found.state, found.code, found.can_retry) == (FAILED, NOT_FINISHED, False)
+    assert "not finished" in found.message
+    assert "run.finish()" in found.message
 
 
 @pytest.mark.parametrize("code", [0, 1, PERMANENT_FAILURE, -signal.SIGKILL])
-def test_what_a_rank_refused_needs_a_person_whatever_the_exit_code(code: int) -> None:
-    found = outcome(AttemptResult(code=code, seen=status(report(Starting(checkpoints="/c")), REFUSED)))
-    assert found == Outcome(FAILED, PERMANENT_FAILURE, "it needs a person: StateMismatch: another model")
+def test_what_a_rank_refused_is_a_permanent_failure_whatever_the_exit_code(code: int) -> None:
+    found = decide_outcome(AttemptResult(code=code, status=status(report(Starting(checkpoints="/c")), REFUSED)))
+    assert found == Outcome(
+        FAILED, PERMANENT_FAILURE, "permanent failure, restarting will not help: StateMismatch: another model"
+    )
 
 
-def test_42_needs_a_person_though_nobody_said_why() -> None:
-    found = outcome(AttemptResult(code=PERMANENT_FAILURE, seen=status(STARTED)))
-    assert (found.state, found.code, found.again) == (FAILED, PERMANENT_FAILURE, False)
+def test_42_is_a_permanent_failure_without_a_report() -> None:
+    found = decide_outcome(AttemptResult(code=PERMANENT_FAILURE, status=status(STARTED)))
+    assert (found.state, found.code, found.can_retry) == (FAILED, PERMANENT_FAILURE, False)
 
 
 @pytest.mark.parametrize(
@@ -121,29 +125,33 @@ def test_42_needs_a_person_though_nobody_said_why() -> None:
         (3, (), 3, "failed with exit code 3"),
         (1, (STARTED, STEP_9), 1, "failed with exit code 1 at step 9"),
         (1, (STARTED, FINISHED_10), 1, "failed with exit code 1 at step 10"),
-        (-signal.SIGSEGV, (STARTED, STEP_9), 139, "killed by SIGSEGV, when last heard of at step 9"),
-        (-signal.SIGKILL, (STARTED, STEP_9), 137, "killed by SIGKILL (out of memory?), when last heard of at step 9"),
+        (-signal.SIGSEGV, (STARTED, STEP_9), 139, "killed by SIGSEGV, last reported at step 9"),
+        (-signal.SIGKILL, (STARTED, STEP_9), 137, "killed by SIGKILL (out of memory?), last reported at step 9"),
         (-signal.SIGKILL, (), 137, "killed by SIGKILL (out of memory?)"),
         (-41, (), 169, "killed by signal 41"),
     ],
 )
 def test_a_failure_has_the_codes_of_a_shell(code: int, reports: tuple[Report, ...], exit_code: int, words: str) -> None:
-    assert outcome(AttemptResult(code=code, seen=status(*reports))) == Outcome(FAILED, exit_code, words, again=True)
+    assert decide_outcome(AttemptResult(code=code, status=status(*reports))) == Outcome(
+        FAILED, exit_code, words, can_retry=True
+    )
 
 
 @pytest.mark.parametrize("code", [-signal.SIGTERM, 143, 256 - signal.SIGTERM])
 def test_a_command_that_sigterm_ended_was_stopped(code: int) -> None:
     """Though the launcher got no signal: somebody sent it to the command. The codes of a parent, a shell, DeepSpeed."""
-    found = outcome(AttemptResult(code=code, seen=status(STARTED, saved(5), STEP_9)))
-    assert (found.state, found.code, found.again) == (PREEMPTED, EXIT_PREEMPTED, False)
-    assert found.words.startswith("stopped by SIGTERM: step 9 is NOT SAVED")
-    assert outcome(AttemptResult(code=code, seen=status(STARTED, REFUSED))).code == PERMANENT_FAILURE
-    assert outcome(AttemptResult(code=code, seen=status(STARTED), hung_s=600)).state == HUNG
+    found = decide_outcome(AttemptResult(code=code, status=status(STARTED, saved(5), STEP_9)))
+    assert (found.state, found.code, found.can_retry) == (PREEMPTED, EXIT_PREEMPTED, False)
+    assert found.message.startswith("stopped by SIGTERM: step 9 is NOT SAVED")
+    assert decide_outcome(AttemptResult(code=code, status=status(STARTED, REFUSED))).code == PERMANENT_FAILURE
+    assert decide_outcome(AttemptResult(code=code, status=status(STARTED), hung_s=600)).state == HUNG
 
 
 def test_a_job_that_hung_is_tried_again() -> None:
-    found = outcome(AttemptResult(code=-signal.SIGKILL, seen=status(STARTED, STEP_9), hung_s=600.4, killed=True))
-    assert found == Outcome(HUNG, 137, "no step in 600 s: it hung after step 9, and was ended", again=True)
+    found = decide_outcome(
+        AttemptResult(code=-signal.SIGKILL, status=status(STARTED, STEP_9), hung_s=600.4, killed=True)
+    )
+    assert found == Outcome(HUNG, 137, "no step in 600 s: the job hung after step 9 and was ended", can_retry=True)
 
 
 # It was told to stop
@@ -173,38 +181,38 @@ def test_a_job_that_hung_is_tried_again() -> None:
 @pytest.mark.parametrize("paused", [False, True])
 def test_a_stop_is_a_stop_and_says_what_is_saved(reports: tuple[Report, ...], words: str, paused: bool) -> None:
     for code in (0, 1, 143, PERMANENT_FAILURE, -signal.SIGTERM):
-        found = outcome(AttemptResult(code=code, seen=status(*reports), stop="SIGTERM", paused=paused))
-        assert (found.state, found.code, found.again) == (PAUSED if paused else PREEMPTED, EXIT_PREEMPTED, False)
-        assert words in found.words
-        assert found.words.startswith("stopped by SIGTERM")
-        assert "killed" not in found.words
+        found = decide_outcome(AttemptResult(code=code, status=status(*reports), stop="SIGTERM", paused=paused))
+        assert (found.state, found.code, found.can_retry) == (PAUSED if paused else PREEMPTED, EXIT_PREEMPTED, False)
+        assert words in found.message
+        assert found.message.startswith("stopped by SIGTERM")
+        assert "killed" not in found.message
 
 
 @pytest.mark.parametrize("reports", [(), (TORCH,), (PROTECTED,), (STARTED,)])
 def test_a_stop_before_the_first_step_names_the_checkpoint_that_is_there(reports: tuple[Report, ...]) -> None:
-    found = outcome(
-        AttemptResult(code=1, seen=status(*reports), stop="SIGTERM", next_start=NextStart("out", "checkpoint-30", 30))
+    found = decide_outcome(
+        AttemptResult(code=1, status=status(*reports), stop="SIGTERM", next_start=NextStart("out", "checkpoint-30", 30))
     )
-    assert found.words == (
+    assert found.message == (
         "stopped by SIGTERM before it trained a step: there was nothing to save. "
         "The next start resumes from checkpoint-30 (step 30) in out"
     )
 
 
 def test_a_stop_before_the_first_step_says_that_there_is_no_checkpoint() -> None:
-    found = outcome(AttemptResult(code=1, seen=status(PROTECTED), stop="SIGTERM", next_start=NextStart("out")))
-    assert found.words.endswith("There is no checkpoint in out: the next start begins at step 0")
+    found = decide_outcome(AttemptResult(code=1, status=status(PROTECTED), stop="SIGTERM", next_start=NextStart("out")))
+    assert found.message.endswith("There is no checkpoint in out: the next start begins at step 0")
 
 
 def test_a_stop_that_took_too_long_says_so() -> None:
-    found = outcome(
-        AttemptResult(code=-signal.SIGKILL, seen=status(STARTED, saved(5), STEP_9), stop="SIGHUP", killed=True)
+    found = decide_outcome(
+        AttemptResult(code=-signal.SIGKILL, status=status(STARTED, saved(5), STEP_9), stop="SIGHUP", killed=True)
     )
     assert (found.state, found.code) == (PREEMPTED, EXIT_PREEMPTED)
-    assert found.words.startswith("stopped by SIGHUP: step 9 is NOT SAVED")
-    assert found.words.endswith("It did not end in time, and was killed")
+    assert found.message.startswith("stopped by SIGHUP: step 9 is NOT SAVED")
+    assert found.message.endswith("It did not end in time and was killed")
 
 
 def test_a_stop_comes_before_all_other_causes() -> None:
-    found = outcome(AttemptResult(code=1, seen=status(STARTED, REFUSED), stop="SIGTERM", hung_s=600))
+    found = decide_outcome(AttemptResult(code=1, status=status(STARTED, REFUSED), stop="SIGTERM", hung_s=600))
     assert (found.state, found.code) == (PREEMPTED, EXIT_PREEMPTED)

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from reprieve.errors import ConfigError
-from reprieve.launch.process import boot_id, start_time
+from reprieve.host import boot_id
+from reprieve.launch.process import start_time
 from reprieve.launch.runs.goodput import AttemptRecord
 from reprieve.launch.runs.run_record import (
+    VERSION,
     RunFolder,
     RunRecord,
     Runs,
@@ -43,15 +45,33 @@ def full() -> RunRecord:
 
 
 def test_it_comes_back_as_it_was_written() -> None:
-    assert RunRecord.from_json(full().as_json()) == full()
+    assert RunRecord.from_json(full().to_json()) == full()
 
 
 def test_what_a_newer_version_added_is_passed_over() -> None:
-    told = json.loads(full().as_json())
-    told["of_tomorrow"] = {"x": 1}
-    for attempt in told["attempts"]:
+    content = json.loads(full().to_json())
+    content["of_tomorrow"] = {"x": 1}
+    for attempt in content["attempts"]:
         attempt["also_of_tomorrow"] = 2
-    assert RunRecord.from_json(json.dumps(told).encode()) == full()
+    assert RunRecord.from_json(json.dumps(content).encode()) == full()
+
+
+def test_a_record_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "train-1"
+    folder.mkdir(parents=True)
+    newer = {**json.loads(full().to_json()), "version": VERSION + 1}
+    (folder / "run.json").write_text(json.dumps(newer))
+    with pytest.raises(
+        ConfigError, match=f"'train-1' has version {VERSION + 1}, and this Reprieve reads versions up to"
+    ):
+        Runs(tmp_path).find("train-1")
+    assert Runs(tmp_path).all() == []
+
+
+def test_a_record_without_a_version_is_of_the_first(tmp_path: Path) -> None:
+    content = json.loads(full().to_json())
+    assert content.pop("version") == VERSION
+    assert RunRecord.from_json(json.dumps(content).encode()) == full()
 
 
 @pytest.mark.parametrize(
@@ -60,8 +80,8 @@ def test_what_a_newer_version_added_is_passed_over() -> None:
         b"",
         b"\0" * 4096,
         b"{}",
-        full().as_json()[:-100],
-        full().as_json()[:1],
+        full().to_json()[:-100],
+        full().to_json()[:1],
         b"\xff\xfe",
         b"null",
         b"[]",
@@ -91,7 +111,7 @@ def test_it_is_found_by_name_and_the_newest_is_first(tmp_path: Path) -> None:
             assert folder.problem is None
     assert [one.name for one in runs.all()] == ["b", "a"]
     assert runs.find("a").left_out == ["HF_TOKEN"]
-    with pytest.raises(ConfigError, match=r"no run 'c'\. There are: b, a"):
+    with pytest.raises(ConfigError, match=r"no run 'c'\. Known runs: b, a"):
         runs.find("c")
 
 
@@ -146,9 +166,9 @@ def test_a_full_disk_is_a_problem_until_there_is_room_again(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", ["../x", "", "a/b", ".", "..", ".hidden", "-x", "a b", "a\n", "ä", "x" * 101])
 def test_what_cannot_be_a_name(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be a run's name"):
+    with pytest.raises(ConfigError, match="cannot be the name of a run"):
         check_name(name)
-    with pytest.raises(ConfigError, match="cannot be a run's name"):
+    with pytest.raises(ConfigError, match="cannot be the name of a run"):
         Runs(tmp_path).folder(name)
 
 
@@ -198,12 +218,12 @@ def test_where_the_records_are(env: dict[str, str], folder: Path) -> None:
 
 
 def test_it_is_as_alive_as_its_launcher() -> None:
-    mine = record(state=RunState.RUNNING)
-    assert mine.state_now == RunState.LOST, "nobody has it yet"
-    mine.mine()
-    assert (mine.alive, mine.state_now) == (True, RunState.RUNNING)
-    mine.boot = "before the machine was booted again"
-    assert mine.state_now == RunState.LOST
+    running = record(state=RunState.RUNNING)
+    assert running.state_now == RunState.LOST, "nobody has it yet"
+    running.set_launcher()
+    assert (running.alive, running.state_now) == (True, RunState.RUNNING)
+    running.boot = "before the machine was booted again"
+    assert running.state_now == RunState.LOST
 
 
 @pytest.mark.parametrize("state", [RunState.STARTING, RunState.RUNNING, RunState.STOPPING, RunState.WAITING])
@@ -220,7 +240,7 @@ def test_a_run_whose_launcher_is_dead_is_lost(state: str) -> None:
 
 def test_another_process_with_the_same_number_is_not_its_launcher() -> None:
     found = record(state=RunState.RUNNING)
-    found.mine()
+    found.set_launcher()
     found.pid_started = "1"
     assert found.state_now == RunState.LOST
 

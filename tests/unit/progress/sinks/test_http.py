@@ -90,7 +90,7 @@ def test_a_free_port_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_port_in_use_says_what_to_do(sink: HttpSink) -> None:
     second = HttpSink(sink.port or 0)
-    with pytest.raises(OSError, match=f"port {sink.port} is in use: REPRIEVE_METRICS_PORT takes another, 0 a free one"):
+    with pytest.raises(OSError, match=f"port {sink.port} is in use: set REPRIEVE_METRICS_PORT to another port"):
         second.update(progress())
     assert second.port is None
     second.close(progress())

@@ -40,7 +40,7 @@ def test_too_many_clients_do_not_become_too_many_threads(sink: HttpSink) -> None
     before = threading.active_count()
     silent = [socket.create_connection(("127.0.0.1", sink.port or 0), 10) for _ in range(100)]
     time.sleep(0.1)
-    assert threading.active_count() <= before + http._CLIENTS
+    assert threading.active_count() <= before + http._MAX_CLIENTS
     for one in silent:
         one.close()
     until(lambda: threading.active_count() <= before)

@@ -135,7 +135,7 @@ def test_a_server_that_does_not_answer_holds_up_neither_training_nor_its_end(
     publisher = Publisher(tracker, [KubeflowSink(server.environment(tmp_path))]).start()
     for step in range(100):
         tracker.step(step)
-    publisher.close(within_s=0.2)
+    publisher.close(timeout_s=0.2)
     server.hang.set()
 
 

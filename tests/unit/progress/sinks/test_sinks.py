@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("patient")
 
 @pytest.fixture(params=[FileRig, TerminationRig, HttpRig, KubeflowRig, BarRig])
 def rig(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    monkeypatch.setattr(kubeflow, "_EVERY_S", 0.0)
+    monkeypatch.setattr(kubeflow, "_INTERVAL_S", 0.0)
     one: Rig = request.param(tmp_path)
     yield one
     one.end()

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from reprieve.launch.messages import exit_message
+from reprieve.launch.messages import print_exit_message
 from reprieve.progress.formats import progress_json
 from reprieve.progress.sinks import termination_log
-from reprieve.progress.sinks.termination_log import LONGEST, TerminationSink
+from reprieve.progress.sinks.termination_log import MAX_BYTES, TerminationSink
 from reprieve.progress.snapshot import Checkpoints
 from tests.support.progress_kit import ODD_NAME, progress, strict_json
 
@@ -62,7 +62,7 @@ TOO_MUCH = {
 @pytest.mark.parametrize("much", TOO_MUCH.values(), ids=TOO_MUCH.keys())
 def test_it_is_never_too_long_and_always_json(log: Path, much: dict[str, Any]) -> None:
     TerminationSink(log).close(progress(state="failed", **much))
-    assert 500 < log.stat().st_size <= LONGEST
+    assert 500 < log.stat().st_size <= MAX_BYTES
     told = strict_json(log.read_text())
     assert (told["currentStep"], told["progressPercentage"], told["state"]) == (150, 50, "failed")
 
@@ -77,10 +77,10 @@ def test_the_launcher_leaves_progress_where_it_is(
 ) -> None:
     monkeypatch.setenv("REPRIEVE_TERMINATION_LOG", str(log))
     TerminationSink(log).close(progress(state="stopped", reason="SIGTERM", train=MANY))
-    exit_message("stopped by SIGTERM: saved at step 150")
+    print_exit_message("stopped by SIGTERM: saved at step 150")
     told = strict_json(log.read_text())
     assert (told["message"], told["progressPercentage"]) == ("stopped by SIGTERM: saved at step 150", 50)
-    assert log.stat().st_size <= LONGEST
+    assert log.stat().st_size <= MAX_BYTES
     assert capfd.readouterr().err == "reprieve: stopped by SIGTERM: saved at step 150\n"
 
 
@@ -88,14 +88,14 @@ def test_the_launcher_leaves_progress_where_it_is(
 def test_the_launcher_replaces_anything_else(log: Path, before: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REPRIEVE_TERMINATION_LOG", str(log))
     log.write_bytes(before.encode(errors="surrogateescape"))
-    exit_message("finished after 150 steps")
+    print_exit_message("finished after 150 steps")
     assert log.read_text() == "finished after 150 steps"
 
 
 def test_a_very_long_last_word_is_cut(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REPRIEVE_TERMINATION_LOG", str(log))
     TerminationSink(log).close(progress(state="failed", reason="y" * 3_000))
-    exit_message("x" * 9_999)
-    assert log.stat().st_size <= LONGEST
+    print_exit_message("x" * 9_999)
+    assert log.stat().st_size <= MAX_BYTES
     assert strict_json(log.read_text())["message"].startswith("xxx")
     assert termination_log.path() == log
