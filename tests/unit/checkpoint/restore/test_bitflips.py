@@ -144,21 +144,21 @@ def test_every_missing_file(checkpoint: Path, tmp_path: Path) -> None:
 
 def test_swapped_files(checkpoint: Path) -> None:
     names = [path for path in files(checkpoint) if path.name != MANIFEST]
-    for one, other in itertools.pairwise(names):
-        with changed(one, other.read_bytes()), changed(other, one.read_bytes()):
-            assert not is_valid(checkpoint), (one.name, other.name)
+    for first, other in itertools.pairwise(names):
+        with changed(first, other.read_bytes()), changed(other, first.read_bytes()):
+            assert not is_valid(checkpoint), (first.name, other.name)
     assert is_valid(checkpoint)
 
 
 def test_the_same_size_from_another_checkpoint(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
     with Checkpointer(tmp_path, model=model) as checkpointer:
-        one = checkpointer.save(1).path
+        first = checkpointer.save(1).path
         model.weight.data += 1
         other = checkpointer.save(2).path
-    shutil.copy(other / "model.safetensors", one / "model.safetensors")
+    shutil.copy(other / "model.safetensors", first / "model.safetensors")
     with pytest.raises(InvalidCheckpoint, match=r"model\.safetensors is damaged: block 0"):
-        verify(one, pool)
+        verify(first, pool)
 
 
 def test_the_bad_block_is_named(tmp_path: Path) -> None:
