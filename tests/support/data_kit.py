@@ -168,11 +168,11 @@ def through(
     seen: list[Trace] = [[] for _ in range(epochs + 1)]
     saved: dict[str, Any] | None = None
     for stop in [*stops, None]:
-        saved = attempt(make, saved, stop, seen, marks_every)
+        saved = read_attempt(make, saved, stop, seen, marks_every)
     return seen
 
 
-def attempt(
+def read_attempt(
     make: Callable[[], Any],
     saved: dict[str, Any] | None,
     stop: tuple[int, int] | None,

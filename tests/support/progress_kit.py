@@ -49,14 +49,14 @@ def strict_json(data: bytes | str) -> Any:
     return json.loads(data, parse_constant=refuse, object_pairs_hook=once)
 
 
-def until(condition: Callable[[], object], limit_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], object], limit_s: float = 10.0) -> None:
     ends = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < ends, "it did not come"
         time.sleep(0.002)
 
 
-class Job:
+class FakeJob:
     """Trains, evaluates and saves on a clock that does not wait."""
 
     def __init__(

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, default_collate
 
 from reprieve.data.resumable_loader import ResumableLoader
-from tests.support.data_kit import Augmented, Shards, Trace, Unaware, attempt, bare, draw, same, seed, through
+from tests.support.data_kit import Augmented, Shards, Trace, Unaware, bare, draw, read_attempt, same, seed, through
 
 StopPoint = tuple[int, int]
 """An epoch, and how many of its batches are consumed: -1 means all, -2 all but the last."""
@@ -127,7 +127,7 @@ def one_start(
     """Run from a start of the ranks to a stop. Returns what is saved there, and what this rank has seen so far."""
     rank = dist.get_rank()
     own_seen: list[Trace] = seen[rank] if seen else [[], [], []]
-    stopped = attempt(dispatched(name, False, {}), saved[rank] if saved else None, stop, own_seen)
+    stopped = read_attempt(dispatched(name, False, {}), saved[rank] if saved else None, stop, own_seen)
     return stopped, own_seen
 
 

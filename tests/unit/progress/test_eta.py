@@ -9,7 +9,7 @@ import pytest
 from reprieve.progress.tracker import Tracker
 from reprieve.run_state import RunState
 from tests.support.helpers import FakeClock
-from tests.support.progress_kit import Job
+from tests.support.progress_kit import FakeJob
 
 CONSTANT: dict[str, dict[str, Any]] = {
     "short steps": {"total": 200_000, "step_s": 0.02},
@@ -33,7 +33,7 @@ RESUMED_FROM = {"from the start": 0, "resumed": 487, "resumed just before an eva
 @pytest.mark.parametrize("job", CONSTANT.values(), ids=CONSTANT.keys())
 def test_a_minute_after_a_start_it_is_right_within_a_tenth(clock: FakeClock, job: dict[str, Any], step: int) -> None:
     tracker = Tracker(clock=clock, total_steps=job["total"], resumed_from=step or None)
-    running = Job(clock, tracker, step=step, **job)
+    running = FakeJob(clock, tracker, step=step, **job)
     running.run_for(60.0)
     told = tracker.snapshot().eta_s
     assert told == pytest.approx(running.seconds_to_the_end(), rel=0.1)
@@ -43,7 +43,7 @@ def test_a_minute_after_a_start_it_is_right_within_a_tenth(clock: FakeClock, job
 def test_where_somebody_says_how_often_one_evaluation_is_enough(clock: FakeClock, step: int) -> None:
     """500 steps a minute, evaluated every 1000, for as long again: without a word one cannot know after the first."""
     tracker = Tracker(clock=clock, total_steps=60_000, resumed_from=step)
-    running = Job(clock, tracker, total=60_000, step_s=0.12, step=step, evaluation=(1000, 120.0), says_when=True)
+    running = FakeJob(clock, tracker, total=60_000, step_s=0.12, step=step, evaluation=(1000, 120.0), says_when=True)
     running.run_for(max(60.0, 0.12 * (11_000 - step) + 121.0))
     told = tracker.snapshot().eta_s
     assert told == pytest.approx(running.seconds_to_the_end(), rel=0.1)
@@ -51,7 +51,7 @@ def test_where_somebody_says_how_often_one_evaluation_is_enough(clock: FakeClock
 
 def test_an_evaluation_right_after_a_resume_does_not_count_for_every_step(clock: FakeClock) -> None:
     tracker = Tracker(clock=clock, total_steps=20_000, resumed_from=4_999)
-    running = Job(clock, tracker, total=20_000, step_s=0.5, step=4_999, evaluation=(500, 30.0))
+    running = FakeJob(clock, tracker, total=20_000, step_s=0.5, step=4_999, evaluation=(500, 30.0))
     running.run_for(33.0)
     told = tracker.snapshot().eta_s
     assert told == pytest.approx(running.seconds_to_the_end(), rel=0.12), "0.56 s a step; not 30.5"
@@ -60,13 +60,13 @@ def test_an_evaluation_right_after_a_resume_does_not_count_for_every_step(clock:
 def test_the_speed_of_the_session_before_does_not_count(clock: FakeClock) -> None:
     """What Transformers' own callback does: elapsed time of this session by steps of all sessions."""
     tracker = Tracker(clock=clock, total_steps=10_000, resumed_from=9_000)
-    Job(clock, tracker, total=10_000, step_s=1.0, step=9_000).run_for(100.0)
+    FakeJob(clock, tracker, total=10_000, step_s=1.0, step=9_000).run_for(100.0)
     assert tracker.snapshot().eta_s == pytest.approx(900.0, rel=0.01)
 
 
 def test_a_stall_is_an_accident(clock: FakeClock) -> None:
     tracker = Tracker(clock=clock, total_steps=10_000)
-    running = Job(clock, tracker, total=10_000, step_s=0.5)
+    running = FakeJob(clock, tracker, total=10_000, step_s=0.5)
     running.run_for(40.0)
     clock.advance(300.0)
     running.run_for(20.0)
@@ -76,7 +76,7 @@ def test_a_stall_is_an_accident(clock: FakeClock) -> None:
 
 def test_a_change_of_pace_is_noticed_within_some_minutes(clock: FakeClock) -> None:
     tracker = Tracker(clock=clock, total_steps=100_000)
-    running = Job(clock, tracker, total=100_000, step_s=0.2)
+    running = FakeJob(clock, tracker, total=100_000, step_s=0.2)
     running.run_for(600.0)
     running.step_s = 0.5
     running.run_for(200.0)
@@ -144,7 +144,7 @@ def test_before_the_second_step_nobody_knows(clock: FakeClock) -> None:
 
 def test_without_a_total_nobody_knows(clock: FakeClock) -> None:
     tracker = Tracker(clock=clock)
-    Job(clock, tracker, total=0, step_s=1.0).run_for(60.0)
+    FakeJob(clock, tracker, total=0, step_s=1.0).run_for(60.0)
     told = tracker.snapshot()
     assert (told.total_steps, told.total_epochs, told.percent, told.eta_s) == (None, None, None, None)
 
@@ -162,7 +162,7 @@ def test_epochs_are_enough(clock: FakeClock) -> None:
 
 def test_a_total_may_come_later(clock: FakeClock) -> None:
     tracker = Tracker(clock=clock)
-    Job(clock, tracker, total=0, step_s=1.0).run_for(60.0)
+    FakeJob(clock, tracker, total=0, step_s=1.0).run_for(60.0)
     tracker.plan(total_steps=120)
     told = tracker.snapshot()
     assert (told.percent, told.eta_s) == (pytest.approx(50.0), pytest.approx(60.0))

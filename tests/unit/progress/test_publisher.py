@@ -13,7 +13,7 @@ from reprieve.progress import publisher as publishers
 from reprieve.progress.publisher import Publisher
 from reprieve.progress.snapshot import Progress
 from reprieve.progress.tracker import Tracker
-from tests.support.progress_kit import until
+from tests.support.progress_kit import wait_until
 
 CLOSE_S = publishers._CLOSE_TIMEOUT_S
 pytestmark = pytest.mark.usefixtures("patient")
@@ -75,7 +75,7 @@ class Hanging(Notes):
 def test_from_its_start_to_its_end() -> None:
     tracker, notes = Tracker(total_steps=10), Notes()
     publisher = Publisher(tracker, [notes]).start()
-    until(lambda: notes.updates)
+    wait_until(lambda: notes.updates)
     assert notes.updates[0].state == "starting"
     for step in range(1, 11):
         tracker.step(step)
@@ -89,7 +89,7 @@ def test_from_its_start_to_its_end() -> None:
 def test_each_sink_as_often_as_it_wants() -> None:
     often, seldom = Notes(0.001), Notes(60.0)
     with Publisher(Tracker(), [often, seldom]):
-        until(lambda: len(often.updates) > 5)
+        wait_until(lambda: len(often.updates) > 5)
     assert (len(seldom.updates), len(seldom.closed)) == (1, 1)
 
 
@@ -113,7 +113,7 @@ def test_a_stop_is_told() -> None:
 def test_a_sink_that_fails_is_said_once_and_called_again(caplog: pytest.LogCaptureFixture) -> None:
     broken, notes = Broken(), Notes()
     with Publisher(Tracker(), [broken, notes]):
-        until(lambda: len(broken.updates) > 5 and len(notes.updates) > 5)
+        wait_until(lambda: len(broken.updates) > 5 and len(notes.updates) > 5)
     assert len(broken.closed) == len(notes.closed) == 1
     assert [one.getMessage() for one in caplog.records] == [
         "cannot publish progress to the broken one: no step 0. Training continues"
@@ -125,7 +125,7 @@ def test_a_sink_that_hangs_holds_up_nobody(at: str, caplog: pytest.LogCaptureFix
     hanging, notes = Hanging(at), Notes()
     tracker = Tracker()
     publisher = Publisher(tracker, [hanging, notes]).start()
-    until(lambda: hanging.updates and len(notes.updates) > 5)
+    wait_until(lambda: hanging.updates and len(notes.updates) > 5)
     began = time.monotonic()
     for step in range(1000):
         tracker.step(step)
@@ -156,7 +156,7 @@ def test_one_that_was_not_started_can_be_closed() -> None:
 def test_a_forked_child_tells_nothing() -> None:
     notes = Notes()
     publisher = Publisher(Tracker(), [notes]).start()
-    until(lambda: notes.updates)
+    wait_until(lambda: notes.updates)
     with publisher._feeds[0]._closing._cond:  # as a thread may have it at the moment of the fork
         if (child := os.fork()) == 0:
             signal.alarm(10)

@@ -13,7 +13,7 @@ from reprieve.progress.sinks import terminal_bar
 from reprieve.progress.sinks.factory import make_sinks
 from reprieve.progress.tracker import Tracker
 from reprieve.settings import resolve
-from tests.support.progress_kit import until
+from tests.support.progress_kit import wait_until
 
 POD = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "POD_IP": "127.0.0.2"}
 NO_LOG = {"REPRIEVE_TERMINATION_LOG": "/no/such/log"}
@@ -93,7 +93,7 @@ def test_a_port_in_use_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with Publisher.from_environment(Tracker(), resolve({"metrics_port": port}, {}), env=NO_LOG):
-            until(lambda: caplog.records)
+            wait_until(lambda: caplog.records)
     assert [(one.levelname, f"port {port} is in use" in one.getMessage()) for one in caplog.records] == [
         ("WARNING", True)
     ]

@@ -15,7 +15,7 @@ import pytest
 from reprieve.progress.sinks import http
 from reprieve.progress.sinks.http import HttpSink
 from tests.support.http_kit import ask, listening
-from tests.support.progress_kit import progress, until
+from tests.support.progress_kit import progress, wait_until
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_too_many_clients_do_not_become_too_many_threads(sink: HttpSink) -> None
     assert threading.active_count() <= before + http._MAX_CLIENTS
     for one in silent:
         one.close()
-    until(lambda: threading.active_count() <= before)
+    wait_until(lambda: threading.active_count() <= before)
     assert ask(sink, "/healthz")[0] == 200
 
 

@@ -12,7 +12,7 @@ from reprieve.progress.publisher import Publisher
 from reprieve.progress.sinks.kubeflow import KubeflowError, KubeflowSink
 from reprieve.progress.tracker import Tracker
 from tests.support.helpers import FakeClock
-from tests.support.progress_kit import progress, strict_json, until
+from tests.support.progress_kit import progress, strict_json, wait_until
 from tests.support.status_server import TOKEN, StatusServer, make_certificate
 
 CA_CERT = "KUBEFLOW_TRAINER_SERVER_CA_CERT"
@@ -122,6 +122,6 @@ def test_the_token_is_never_logged(
     else:
         env["KUBEFLOW_TRAINER_SERVER_URL"] = "http://127.0.0.1:1/x"
     with caplog.at_level(logging.DEBUG), Publisher(Tracker(), [KubeflowSink(env)]):
-        until(lambda: caplog.records)
+        wait_until(lambda: caplog.records)
     assert "Kubeflow" in caplog.text
     assert TOKEN not in caplog.text

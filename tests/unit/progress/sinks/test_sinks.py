@@ -16,7 +16,7 @@ from reprieve.progress.sinks import kubeflow
 from reprieve.progress.sinks.base import Sink
 from reprieve.progress.snapshot import Checkpoints, Progress
 from reprieve.progress.tracker import Tracker
-from tests.support.progress_kit import ODD_NAME, ODD_NUMBERS, progress, until
+from tests.support.progress_kit import ODD_NAME, ODD_NUMBERS, progress, wait_until
 from tests.support.progress_rigs import BarRig, FileRig, HttpRig, KubeflowRig, Rig, TerminationRig
 
 LAST = 424_242
@@ -111,7 +111,7 @@ def test_a_failure_ends_nothing_and_is_said_once(rig: Rig, caplog: pytest.LogCap
     for step in range(200):
         tracker.step(step)
     tracker.stopped("SIGTERM", saved=True)
-    until(lambda: caplog.records)
+    wait_until(lambda: caplog.records)
     publisher.close()
     assert [one.levelname for one in caplog.records] == ["WARNING"]
     assert rig.sink.name in caplog.text
