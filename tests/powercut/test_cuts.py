@@ -1,4 +1,4 @@
-"""Power cuts at random moments of a job that saves and retires checkpoints, on a real ext4 (see loopfs.py)."""
+"""Power cuts at random moments of a job that saves and prunes checkpoints, on a real ext4 (see loopfs.py)."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def save(path: Path, number: int, disk: Disk) -> None:
 
 
 def number_at(path: Path) -> int:
-    """Which state a reader finds there, whole; 0 for none."""
+    """The number of the whole state that a reader finds; 0 for none."""
     if not save_folder.find_complete(path).exists():
         return 0
     found = state(0)
@@ -68,7 +68,7 @@ def test_every_flush_is_needed_and_no_more_are(tmp_path: Path) -> None:
         assert number_at(last) >= sum(mark.startswith("saved") for mark in marks)
         assert last.is_dir() or "saved 2" not in marks, "only we would find it"
         if "config" in marks:
-            kept = [one.read_bytes() for one in top.rglob("config.json")]
+            kept = [file.read_bytes() for file in top.rglob("config.json")]
             assert kept == [b"{}"], "what others had put beside it is lost"
         # And from here on: the next save puts everything in order.
         save(last, 3, Disk())
@@ -107,7 +107,7 @@ def violations(
 
 
 def test_a_kill_before_any_change_to_the_disk(tmp_path: Path) -> None:
-    """The stock reader too finds a whole checkpoint, but for the moment between the two renames."""
+    """The stock reader, too, finds a whole checkpoint, except between the two renames."""
     verbs = []
     for at in count(1):
         path = tmp_path / str(at) / "last"
@@ -142,6 +142,6 @@ def _killed(path: Path, at: int) -> tuple[int, str]:
         finally:
             os._exit(code)
     os.close(writing)
-    with os.fdopen(reading) as said:
-        verb = said.read()
+    with os.fdopen(reading) as output:
+        verb = output.read()
     return os.waitpid(child, 0)[1], verb

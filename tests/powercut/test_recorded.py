@@ -1,4 +1,4 @@
-"""Every write of a job to its disk is recorded, and every crash that could have happened in between is looked at:
+"""Every write of a job to its disk is recorded, and every crash that could have happened in between is checked:
 each prefix of the writes, and random subsets of those that were not flushed yet (see recorder.py, replay.py)."""
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def write(path: Path, data: bytes, *, sync: bool) -> None:
 
 
 def holds(path: Path, *contents: bytes) -> bool:
-    """A plain yes or no: pytest would explain in minutes where 200 kB of bytes differ, and some are meant to."""
+    """A plain bool: pytest takes minutes to explain where 200 kB of bytes differ, and some are meant to."""
     return path.read_bytes() in contents
 
 
@@ -59,7 +59,7 @@ def overwrite_direct(path: Path, *, sync: bool) -> None:
 
 
 def in_a_process(code: str, *args: object) -> subprocess.Popen[str]:
-    """A Python that runs the code with the rigs importable, and prints 'ready' when it has got somewhere."""
+    """A Python that runs the code with the rigs importable, and prints 'ready' when it is ready."""
     command = [sys.executable, "-c", code, *map(str, args)]
     return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 

@@ -1,5 +1,5 @@
-"""No flush is missing and none is idle: with all of them every crash keeps the promises, and without any single one of
-them some crash does not (see strict.py)."""
+"""No flush is missing and none is redundant: with all of them every crash keeps the promises, and without any single
+one of them some crash breaks them (see strict.py)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def quiet_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def saves_and_retention(root: Path, disk: Recording) -> Check:
-    """Four saves that keep two, the third into a folder name that something invalid has taken."""
+    """Four saves that keep two checkpoints; something invalid has the name of the third."""
     job = Job()
     checkpointer = job.checkpointer(root, disk=disk)
     disk.mark("started")
@@ -50,8 +50,8 @@ def saves_and_retention(root: Path, disk: Recording) -> Check:
             empty.rmdir()  # what the test put there
         check_visible(here, max((int(mark.split()[1]) for mark in marks if mark.startswith("saved")), default=0))
         if "saved 3" in marks:
-            reasons = [one.problem for one in list_checkpoints(here) if paths.step_of_quarantined(one.path) == 3]
-            assert len(reasons) == 1 and "newer save" in str(reasons[0]), "why it was set aside is lost"
+            reasons = [info.problem for info in list_checkpoints(here) if paths.step_of_quarantined(info.path) == 3]
+            assert len(reasons) == 1 and "newer save" in str(reasons[0]), "the reason for the quarantine is lost"
 
     return check
 
@@ -88,7 +88,7 @@ def a_second_attempt_that_starts_over(root: Path, disk: Recording) -> Check:
             check_visible(kept[0].parent, 1)
         check_attempt(here, marks)
         if marks.count("started") == 2:
-            assert not list_checkpoints(here), "the second attempt would go on from what it was told to leave"
+            assert not list_checkpoints(here), "the second attempt would resume from what it should start over from"
 
     return check
 
@@ -113,7 +113,7 @@ def a_resume_that_finds_the_newest_damaged(root: Path, disk: Recording) -> Check
         if SET_UP_DONE in marks:
             assert (here / "checkpoint-1").is_dir()
         if "resumed" in marks:
-            problems = {one.path.name: one.problem for one in list_checkpoints(here)}
+            problems = {info.path.name: info.problem for info in list_checkpoints(here)}
             assert problems["checkpoint-1"] is None and "7 bytes" in problems["checkpoint-2.set-aside"]
 
     return check
@@ -138,7 +138,7 @@ def a_save_that_replaces_a_valid_one(root: Path, disk: Recording) -> Check:
 
 
 def the_same_where_names_cannot_be_exchanged(root: Path, disk: Recording) -> Check:
-    """Then the next start may have to give the old one its name back."""
+    """The next start may have to give the old checkpoint its name back."""
     disk.exchange = lambda first, second: False  # type: ignore[method-assign]
     check = a_save_that_replaces_a_valid_one(root, disk)
 
@@ -151,7 +151,7 @@ def the_same_where_names_cannot_be_exchanged(root: Path, disk: Recording) -> Che
 
 
 def check_attempt(root: Path, marks: list[str]) -> None:
-    """A start that is forgotten cannot fence anybody."""
+    """A start whose record is lost cannot fence another attempt."""
     if "started" in marks:
         record = json.loads((root / paths.LEASE_FOLDER / "owner.json").read_bytes())
         assert record["attempt"] >= marks.count("started")

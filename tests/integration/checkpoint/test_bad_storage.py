@@ -1,4 +1,4 @@
-"""Storage that refuses: full, read-only, forbidden, not a folder. An error that says what to do, and nothing lost."""
+"""Storage that fails (full, read-only, forbidden, not a folder): the error says what to do, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def small_disk() -> Iterator[Path]:
 
 
 def fill(folder: Path, leave: int) -> None:
-    """A file that leaves so many bytes free."""
+    """A file that leaves this many bytes free."""
     stat = os.statvfs(folder)
     size = stat.f_bavail * stat.f_frsize - leave
     fd = os.open(folder / "filler", os.O_RDWR | os.O_CREAT)
@@ -185,7 +185,7 @@ def test_a_folder_without_permission(tmp_path: Path) -> None:
         finally:
             os._exit(0)
     os.close(writing)
-    with os.fdopen(reading) as said:
-        text = said.read()
+    with os.fdopen(reading) as output:
+        text = output.read()
     os.waitpid(child, 0)
     assert "no permission" in text and str(folder) in text

@@ -1,4 +1,4 @@
-"""The disk's verbs where the file system does not do what the fast way wants."""
+"""The verbs of Disk on file systems that do not support their fast path."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_write_that_is_cut_short_is_continued(tmp_path: Path, monkeypatch: pyt
 
 
 def test_only_the_disk_module_changes_a_file_system() -> None:
-    """Crash tests stand in for `Disk`: a change that goes round it would not be tested."""
+    """Crash tests replace `Disk`: a change that bypasses it would not be tested."""
     verbs = (
         "mkdir makedirs rename replace unlink rmdir rmtree symlink link touch utime "
         "write_bytes write_text pwrite fsync fdatasync ftruncate truncate"

@@ -32,7 +32,7 @@ from tests.support.jobs.rank_fault_jobs import LIMIT_S, Outcome
 
 SOAK = bool(os.environ.get("REPRIEVE_SOAK"))
 SLACK_S = 10.0
-"""What a busy machine may add to a time limit. A hang is longer: of a process group 30 s, of a store 30 s."""
+"""What a busy machine may add to a time limit. A hang takes longer: 30 s in a process group or a store."""
 
 RANKS = 3
 SAVE = ("plan", "begin", "write", "flush", "commit")
@@ -49,7 +49,7 @@ def by_call(of_ranks: Sequence[Sequence[Outcome]]) -> list[list[Outcome]]:
 
 
 def assert_failed_everywhere(call: Sequence[Outcome], *reasons: str, limit_s: float = LIMIT_S) -> None:
-    """With one of the reasons, and in time."""
+    """Check that every rank failed with one of the reasons, and in time."""
     for rank, outcome in enumerate(call):
         assert outcome.type is not None, f"rank {rank} noticed nothing: {call}"
         assert any(reason in f"{outcome.type}: {outcome.message}" for reason in reasons), f"rank {rank}: {call}"
@@ -64,7 +64,7 @@ def assert_succeeded(call: Sequence[Outcome], value: Any = None) -> None:
 
 
 def assert_whole(root: Path, steps: Sequence[int]) -> None:
-    """These checkpoints are there, every byte of them is right, and nothing else is to be seen."""
+    """Check that these checkpoints are there and valid, and that nothing else is visible."""
     assert [found.step for found in list_checkpoints(root)] == sorted(steps, reverse=True)
     for step in steps:
         verify(root / f"checkpoint-{step}", BlockPool())
@@ -78,7 +78,7 @@ def side_by_side(*scenarios: Callable[[], Any]) -> list[Any]:
 
 
 def stalls(calls: Sequence[Stall | None], operations: Sequence[str], seconds: float) -> list[Fault]:
-    """For each of several calls of save or restore, in the same processes: who stands still where."""
+    """For each of several calls of save or restore in the same processes: which rank stalls where."""
     faults: list[Fault] = []
     passed: Counter[tuple[int, str]] = Counter()
     for stall in calls:
@@ -92,7 +92,7 @@ def stalls(calls: Sequence[Stall | None], operations: Sequence[str], seconds: fl
 
 
 def _points_of(rank: int, stall: Stall | None, operations: Sequence[str]) -> Iterator[str]:
-    """Those that a rank comes by in a call that ends where somebody stands still."""
+    """The points that a rank passes in a call that ends where another rank stalls."""
     late, place, end = stall if stall is not None else (-1, "", "")
     failing = operations.index(end) + (place == "after") if end else len(operations)
     for number, operation in enumerate(operations[: failing + 1]):
@@ -126,7 +126,7 @@ def test_a_full_disk_of_one_rank(spread: bool, background: bool, tmp_path: Path)
 
 
 def test_a_rank_that_stalls_in_a_save_or_a_restore(tmp_path: Path) -> None:
-    """The others give up after the limit, it when it wakes up; then all save, or restore, as if nothing had been."""
+    """The other ranks give up after the limit, the stalled one when it wakes up; the next call succeeds on all."""
     in_saves: list[Stall | None] = [None]
     for stall in ((1, "before", "plan"), (0, "publish", "begin"), (2, "publish", "write"), (1, "after", "write"),
                   (2, "before", "commit")):  # fmt: skip
@@ -156,7 +156,7 @@ def test_a_rank_that_stalls_in_a_save_or_a_restore(tmp_path: Path) -> None:
                 assert_succeeded(call)
             else:
                 assert_failed_everywhere(call, f"rank {stall[0]}: did not arrive within 2 s", limit_s=seconds)
-                others = [one.seconds for rank, one in enumerate(call) if rank != stall[0]]
+                others = [outcome.seconds for rank, outcome in enumerate(call) if rank != stall[0]]
                 assert max(others) < LIMIT_S + SLACK_S
         assert_succeeded([result[1] for result in values(results)], (11, 11, []))
     # A rank that is late for the commit keeps rank 0 from saying so, not from doing it.
@@ -198,7 +198,7 @@ def test_errors_in_the_background_are_raised_once_at_the_next_call(tmp_path: Pat
     assert_failed_everywhere(saves[2], "no room for a checkpoint")
     assert_failed_everywhere(saves[4], "rank 2: did not arrive within 2 s", limit_s=2 * LIMIT_S)
     assert_failed_everywhere(saves[6], "broken", "I/O error")
-    assert [one.type for one in saves[7]] == [None, "MemoryError", None]
+    assert [outcome.type for outcome in saves[7]] == [None, "MemoryError", None]
     assert_failed_everywhere(saves[8], "rank 1: MemoryError: no memory")
     assert_succeeded(waited)
     assert_succeeded(restored, (10, 10, []))
@@ -221,7 +221,7 @@ def test_ranks_that_are_not_as_they_should_be(tmp_path: Path) -> None:
     assert_succeeded(first, [])
     for call, step in ((steps, 2), (steps_again, 1)):
         assert_failed_everywhere(call, f"different steps: rank 0 at {step}, rank 1 at 3, rank 2 at {step}", limit_s=0)
-        assert {one.type for one in call} == {"StateError"}
+        assert {outcome.type for outcome in call} == {"StateError"}
     assert_failed_everywhere(
         structure, "StateError: optimizer.pt would have another structure on rank 2 than on rank 0", limit_s=0
     )
@@ -239,14 +239,14 @@ def test_ranks_that_are_not_as_they_should_be(tmp_path: Path) -> None:
 
 
 def _committed(rank: int, place: str, operation: str) -> bool:
-    """Is the save to be seen, if this rank dies there? Rank 0 does not wait for the others before it commits."""
+    """Whether the save is visible if this rank dies there. Rank 0 does not wait for the others before it commits."""
     if operation == "commit":
         return rank != 0 or place != "before"
     return operation == "flush" and place == "after" and rank != 0
 
 
 def _die_everywhere(root: Path, rank: int, points: Sequence[tuple[str, str]], background: bool) -> None:
-    """Start the job, and kill the rank at a point of its save; start it again, and kill it at the next."""
+    """Start the job and kill the rank at a point of its save; start it again and kill it at the next point."""
     newest = 1
     values(run_ranks(RANKS, jobs.restore_then_save, root, newest, backend=None))
     for step, (place, operation) in enumerate(points, 2):
@@ -358,7 +358,7 @@ def test_the_host_of_the_store_is_killed(host: int, point: str, tmp_path: Path) 
 
 
 def test_a_bad_block_that_only_one_rank_reads(tmp_path: Path) -> None:
-    """All fall back together, each time to the next older one."""
+    """All ranks fall back together, each time to the next older checkpoint."""
     values(run_ranks(RANKS, jobs.saves, tmp_path, range(1, 9)))
     bad = [
         (1, 8, "mine.1.pt", "stuck"),
@@ -374,10 +374,13 @@ def test_a_bad_block_that_only_one_rank_reads(tmp_path: Path) -> None:
     calls = by_call(values(run_ranks(RANKS, jobs.restore_with_bad_blocks, tmp_path, bad)))
     assert_failed_everywhere(calls[0], "Read-only file system", "mounted read-only", limit_s=0)
     for call, (_, step, name, how) in zip(calls[1:-1], bad[1:-1], strict=True):
-        assert_succeeded([Outcome(one.value[:2], one.type, one.message, one.seconds) for one in call], (step - 1,) * 2)
-        told = [one.value[2] for one in call]
-        assert told[0] == told[1] == told[2]
-        (newest, *_) = told[0]
+        assert_succeeded(
+            [Outcome(outcome.value[:2], outcome.type, outcome.message, outcome.seconds) for outcome in call],
+            (step - 1,) * 2,
+        )
+        reported = [outcome.value[2] for outcome in call]
+        assert reported[0] == reported[1] == reported[2]
+        (newest, *_) = reported[0]
         assert newest.startswith(f"checkpoint-{step}: {name} ")
         assert ("is damaged" if how == "flipped" else "cannot be read") in newest
     assert_failed_everywhere(calls[-1], "NoValidCheckpoint: there are checkpoints in", limit_s=0)
@@ -392,9 +395,9 @@ def test_a_bad_block_in_the_shard_of_one_rank(tmp_path: Path) -> None:
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte ^ 1]))
     (call,) = by_call(values(run_ranks(RANKS, partial(jobs.restores, tmp_path, 1, spread=True))))
-    (told,) = {reason for outcome in call for reason in outcome.value[2]}
-    assert told.startswith("checkpoint-2: model.safetensors is damaged: block ")
-    assert_succeeded(call, (1, 1, [told]))
+    (reported,) = {reason for outcome in call for reason in outcome.value[2]}
+    assert reported.startswith("checkpoint-2: model.safetensors is damaged: block ")
+    assert_succeeded(call, (1, 1, [reported]))
 
 
 # The folder
@@ -448,7 +451,7 @@ def test_a_newer_attempt_fences_an_older_one(in_the_middle: bool, tmp_path: Path
     for call in by_call([outcomes for _, outcomes in old]):
         assert_failed_everywhere(call, "now belongs to run 'r', attempt 2", limit_s=20)
         assert call[0].type == "Fenced"
-        assert {one.type for one in call} <= {"Fenced", "RankFailed"}
+        assert {outcome.type for outcome in call} <= {"Fenced", "RankFailed"}
     restored, again, third, last = by_call([outcomes for _, outcomes in new])
     assert_succeeded(restored, (1, 1, []))
     assert_succeeded(again)
@@ -464,7 +467,7 @@ def test_a_newer_attempt_fences_an_older_one(in_the_middle: bool, tmp_path: Path
 
 @pytest.mark.fsdp
 def test_running_statistics(tmp_path: Path) -> None:
-    """DDP makes rank 0's buffers everybody's at the next step; where nobody does, each rank has its own back."""
+    """DDP broadcasts rank 0's buffers at the next step; without DDP, each rank gets its own buffers back."""
     saved = values(run_ranks(2, partial(jobs.norms_of_all_kinds, tmp_path, restore=False)))
     restored = values(run_ranks(2, partial(jobs.norms_of_all_kinds, tmp_path, restore=True)))
     for kind in ("broadcast", "each", "fsdp"):
@@ -521,7 +524,7 @@ say(f"rank {rank} ends with {model.weight.flatten().tolist()}")
 
 
 def test_torchrun_starts_it_again_and_it_goes_on(tmp_path: Path) -> None:
-    """One rank is killed in a save; torchrun ends the other and starts both anew, with the same store."""
+    """One rank is killed in a save; torchrun ends the other and restarts both, with the same store."""
     script, root = tmp_path / "train.py", tmp_path / "checkpoints"
     script.write_text(TRAINING)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]

@@ -1,4 +1,4 @@
-"""The engine among several ranks: replicas split the work, shards go to their places, all agree."""
+"""Saves and restores of several ranks: replicas split the work, shards go to their places, all ranks agree."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def same(got: Any, want: Any) -> bool:
     if isinstance(want, dict):
         return list(got) == list(want) and all(same(got[key], want[key]) for key in want)
     if isinstance(want, list | tuple):
-        return len(got) == len(want) and all(same(one, other) for one, other in zip(got, want, strict=True))
+        return len(got) == len(want) and all(same(value, other) for value, other in zip(got, want, strict=True))
     return bool(got == want)
 
 
@@ -64,7 +64,7 @@ def test_shards_go_to_their_places_and_any_number_of_ranks_reads_them(background
 
 @pytest.mark.fsdp
 def test_pieces_of_many_ranks_make_the_same_files(tmp_path: Path) -> None:
-    """Megabytes, over a few ranks: what they write together is what stock readers expect, and what one alone writes."""
+    """Megabytes, over a few ranks: together they write what stock readers expect, and what a single rank writes."""
     shards = values(run_ranks(3, engine_jobs.save_fsdp, tmp_path / "shards", True, None, Large))
     replicas = values(run_ranks(4, engine_jobs.save_ddp, tmp_path / "replicas", False, Large))
     for folder, saved in (("shards", shards), ("replicas", replicas)):
@@ -101,7 +101,7 @@ def test_a_save_by_time_is_at_one_step(tmp_path: Path) -> None:
     saved = values(run_ranks(3, engine_jobs.save_by_time, tmp_path))
     assert saved[0] == saved[1] == saved[2]
     assert len(saved[0]) >= 3
-    assert sorted(one.step for one in list_checkpoints(tmp_path)) == saved[0]
+    assert sorted(info.step for info in list_checkpoints(tmp_path)) == saved[0]
 
 
 @pytest.mark.fsdp

@@ -1,4 +1,4 @@
-"""The kernel calls under the rigs: mount(2), loop devices, ext4 images in memory, and a guard that outlives us.
+"""The kernel calls of the rigs: mount(2), loop devices, ext4 images in memory, and a clean-up that outlives the test.
 
 Called through ctypes and ioctl rather than mount(8) and losetup(8), because a rig mounts thousands of times.
 Images are memfds: nothing to delete after a crash, and no disk of the machine is worn.
@@ -34,7 +34,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def why_unavailable() -> str | None:
-    """The reason why no loop disk can be mounted here, for a pytest skip; None where it can."""
+    """The reason why no loop disk can be mounted here, for a pytest skip; None if it can."""
     if not Path("/dev/loop-control").exists():
         return "no /dev/loop-control"
     caps = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("CapEff"))
@@ -81,7 +81,7 @@ def attach_loop(backing_fd: int) -> tuple[int, str]:
 
 
 def mount_ext4(image_fd: int, target: Path, options: str = "errors=remount-ro") -> None:
-    """Mount the image; the journal, if there is something in it, is replayed by this."""
+    """Mount the image. This replays the journal, if there is anything in it."""
     loop, device = attach_loop(image_fd)
     try:
         mount(device, target, "ext4", MS_NOSUID | MS_NODEV | MS_NOATIME, options)
@@ -141,5 +141,5 @@ class Guard:
         )
 
     def fire(self) -> None:
-        """Have it done now. A forked child that still holds the pipe must not make us wait: hence a line, not EOF."""
+        """Clean up now. A line ends the wait and not EOF, because a forked child may still hold the pipe."""
         self._shell.communicate(b"\n")

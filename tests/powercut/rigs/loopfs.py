@@ -1,4 +1,4 @@
-"""LoopDisk: a small ext4 whose power can be cut, for tests that ask what is left after the remount.
+"""LoopDisk: a small ext4 whose power can be cut, for tests of what remains after the remount.
 
 cut() stops the file system at once and writes nothing more, not even the journal: what was only in the page cache or
 in an uncommitted transaction is gone. It keeps every write that reached the device, flushed or not, in order; a
@@ -48,7 +48,7 @@ class LoopDisk:
         self._mounted = False
         self._closed = False
         self.power_is_on = True
-        """False from the moment before a cut begins. What a process learns later, nobody would have heard of."""
+        """False from just before a cut begins: what a process reports later would never have left a real machine."""
         self.path = Path(tempfile.mkdtemp(prefix="powercut-")) / "mnt"
         self.path.mkdir()
         self._guard = Guard(self.path)
@@ -74,7 +74,7 @@ class LoopDisk:
             os.close(root)
 
     def unmount(self) -> None:
-        """Unmount, by force (lazily) where a process still has files open after a moment."""
+        """Unmount; lazily if a process still has files open after a moment."""
         if self._mounted:
             self._mounted = False
             self._still_used = not unmount_soon(self.path)
@@ -111,7 +111,7 @@ class LoopDisk:
 
 
 def unmount_soon(path: Path) -> bool:
-    """True if the mount is gone; False if it is only out of sight until its last user ends."""
+    """True if the mount is gone; False if it is detached and ends with its last user."""
     deadline = time.monotonic() + BUSY_WAIT_S
     while True:
         try:

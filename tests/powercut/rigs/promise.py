@@ -45,8 +45,8 @@ class Job:
         other = Job().at(step)
         return (
             all(
-                torch.equal(mine, theirs)
-                for mine, theirs in zip(self.model.values(), other.model.values(), strict=True)
+                torch.equal(own, expected)
+                for own, expected in zip(self.model.values(), other.model.values(), strict=True)
             )
             and torch.equal(self.extra["momentum"], other.extra["momentum"])
             and self.extra["seen"] == step
@@ -57,11 +57,11 @@ class Job:
 
 
 def check_visible(root: Path, at_least: int) -> int:
-    """Everything visible is whole, and the newest is the state of its step, as stock libraries read it: nothing is
-    changed here. The newest step, 0 if there is none."""
-    found = [one for one in list_checkpoints(root) if paths.step_of(one.path) is not None]
-    for one in found:
-        verify(one.path, POOL)
+    """Check that every visible checkpoint is whole and that the newest is the state of its step, as stock libraries
+    read it. Changes nothing. Returns the newest step, 0 if there is none."""
+    found = [info for info in list_checkpoints(root) if paths.step_of(info.path) is not None]
+    for info in found:
+        verify(info.path, POOL)
     newest = found[0].step if found else 0
     assert newest >= at_least, f"checkpoint-{at_least} was saved, checkpoint-{newest} is the newest"
     if found and found[0].manifest is not None:  # a test may have put something there that is not
@@ -73,7 +73,7 @@ def check_visible(root: Path, at_least: int) -> int:
 
 
 def check_promise(root: Path, at_least: int) -> int:
-    """The promise, then a start of the job as a user would: it goes on where it was, and leftovers are gone."""
+    """Check the promise, then start the job as a user would: it resumes where it was, and leftovers are removed."""
     newest = check_visible(root, at_least)
     job = Job()
     with job.checkpointer(root) as checkpointer:

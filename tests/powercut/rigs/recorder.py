@@ -1,4 +1,4 @@
-"""Recorder: an ext4 on a disk that notes every write and flush in order, with marks from the test in between.
+"""Recorder: an ext4 on a disk that records every write and flush in order, with marks from the test in between.
 
     ext4 → loop device → disk.img, a file over FUSE (fuse_server.py) → log
 
@@ -34,7 +34,7 @@ class Write:
 
 @dataclass(frozen=True)
 class Flush:
-    """All writes before it are on the platter when it returns."""
+    """All writes before it are on the medium when it returns."""
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,13 @@ class Recorder:
             os.close(backing)
 
     def _start_server(self) -> None:
-        self._marks, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._marks, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         fuse = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
         try:
             # rootmode is octal: the root of this file system is a plain file, mounted over a plain file.
             options = f"fd={fuse},rootmode=100600,user_id=0,group_id=0"
             mount("recorder", self._file, "fuse", MS_NOSUID | MS_NODEV, options)
-            fds = [fuse, self._image, self._log, theirs.fileno()]
+            fds = [fuse, self._image, self._log, child_end.fileno()]
             self._server = subprocess.Popen(
                 [sys.executable, "-IS", str(Path(__file__).with_name("fuse_server.py")), *map(str, fds)],
                 pass_fds=fds,
@@ -94,10 +94,10 @@ class Recorder:
             )
         finally:
             os.close(fuse)  # with the server's copy alone left, its death ends the mount instead of hanging it
-            theirs.close()
+            child_end.close()
 
     def mark(self, text: str) -> None:
-        """Put a mark in the log, after all that has come to the disk so far. One caller at a time."""
+        """Put a mark in the log, after all that has reached the disk so far. One caller at a time."""
         assert self._marks is not None, "not started"
         self._marks.settimeout(MARK_WAIT_S)
         self._marks.send(text.encode())
@@ -105,7 +105,7 @@ class Recorder:
             raise RuntimeError("the recorder's server has died")
 
     def stop(self) -> list[Entry]:
-        """The log up to now; what the unmount writes after it is left out."""
+        """The log up to now, without what the unmount writes after it."""
         if self._entries is None:
             size = os.fstat(self._log).st_size
             self.close()

@@ -1,11 +1,11 @@
-"""Crash states out of a recorder's log: each is mounted, its journal replayed, and given to a check.
+"""Makes crash states from a recorder's log: each is mounted, its journal replayed, and given to a check.
 
 For a crash after any entry of the log the disk holds all writes up to the last flush before it, and of the writes
 since then
 
 - all, in order (every prefix of the log), or
-- a random subset, of whole writes or of their 4 KiB blocks: a disk may reorder and tear what it was not told to flush,
-  but not within one of its own blocks.
+- a random subset, of whole writes or of their 4 KiB blocks: a disk may reorder and tear writes that were not flushed,
+  but not within a single block.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def check_crashes(
     subsets: int = 1000,
     seed: int = 0,
 ) -> Outcome:
-    """Mount every crash state and call check(path, state), which raises where the state is not as it should be.
+    """Mount every crash state and call check(path, state), which raises if the state is not as it should be.
 
     `since`: only crashes after this mark. `subsets`: how many random ones; fewer if there are not so many.
     """
@@ -96,7 +96,7 @@ def images(
     subsets: int = 1000,
     seed: int = 0,
 ) -> Iterator[tuple[CrashState, int]]:
-    """Each crash state with its image, as the fd of a memfd that is the caller's to close."""
+    """Each crash state with its image, as the fd of a memfd that the caller closes."""
     points = list(crash_points(log, since))
     states = {whole(log, state) for state in points} if prefixes else set()
     states |= random_subsets(log, points, subsets, random.Random(seed))
@@ -174,7 +174,7 @@ def pieces(log: Sequence[Entry], state: CrashState) -> Iterator[tuple[int, bytes
 
 
 class Platter:
-    """What is surely on the disk. Only blocks that are not zero are copied into an image: few, on a small ext4."""
+    """What is certainly on the disk. Only blocks that are not zero are copied into an image: few, on a small ext4."""
 
     def __init__(self, base: bytes) -> None:
         self._bytes = bytearray(base)

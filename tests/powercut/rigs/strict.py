@@ -1,8 +1,8 @@
-"""The least that POSIX promises after a crash, as a model: what was not flushed may be there, or not, in any mixture.
+"""A model of the least that POSIX promises after a crash: what was not flushed may survive or not, in any mixture.
 
 Real file systems promise more (ext4's journal commits a whole folder's changes, or none, and one file's fsync often
-takes others along), so a real disk hides a missing flush that another one makes good. Here it shows: a file's bytes are
-safe only after a flush of that file, an entry of a folder only after a flush of that folder.
+takes others along), so a real disk hides a missing flush that another one makes up for. This model shows it: a
+file's bytes are safe only after a flush of that file, an entry of a folder only after a flush of that folder.
 
     log = []                          Recording(log) is a Disk that notes each verb while doing it
     for state in crash_states(log):   states of the tree, as {path: bytes}, each with the marks before the crash
@@ -22,7 +22,7 @@ Op = tuple[Any, ...]
 
 
 class Recording(Disk):
-    """A real disk that writes down what it is asked for."""
+    """A real disk that records every call."""
 
     def __init__(self, log: list[Op]) -> None:
         self.log = log

@@ -1,4 +1,4 @@
-"""How often to save when the user leaves it to us: as often as loses the least time."""
+"""The automatic save interval loses the least time."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_between_a_second_and_an_hour(clock: FakeClock) -> None:
 
 
 def lost_with_auto(times: np.ndarray, cost_s: float) -> float:
-    """Each start knows how often the run was interrupted before, and nothing of what a save costs."""
+    """Each start knows how often the run was interrupted before, but not what a save costs."""
     trained = kept = 0.0
     for count, until in enumerate(times.tolist()):
         auto, at = AutoInterval.of_environment({INTERRUPTIONS: f"{count}/{trained:.0f}"}), 0.0

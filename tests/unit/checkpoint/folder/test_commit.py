@@ -1,4 +1,4 @@
-"""What is sealed is flushed, and a save that is discarded is gone, also while other ranks have not heard of it."""
+"""A sealed folder is flushed, and a discarded save is removed, even if other ranks do not know of it yet."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.helpers import entry_of, manifest, small_model
 
 
 class AnotherRankMakesFiles(Disk):
-    """A file more each time that the folder is about to be empty, so many times."""
+    """Adds one more file each time that the folder is about to be empty, a given number of times."""
 
     def __init__(self, times: int) -> None:
         self._left = times
@@ -71,7 +71,7 @@ def test_each_folder_is_flushed_and_the_inner_ones_first(tmp_path: Path) -> None
 
 
 class RoomForOne(Disk):
-    """The second file of a save, after the sentinel, is one too many."""
+    """Opening the second file of a save, after the sentinel, fails."""
 
     def create(self, path: Path, size: int) -> OpenFile:
         if ".saving" in path.parent.name and len(list(path.parent.iterdir())) == 2:
@@ -80,7 +80,7 @@ class RoomForOne(Disk):
 
 
 def test_a_save_that_cannot_begin_leaves_no_file_open(tmp_path: Path) -> None:
-    """A file without a name takes room until it is closed."""
+    """A file without a name takes space until it is closed."""
     with Checkpointer(tmp_path, model=small_model(), disk=RoomForOne()) as checkpointer:
         before = len(os.listdir("/proc/self/fd"))
         with pytest.raises(StorageFull):

@@ -1,4 +1,4 @@
-"""Checkpoints without a manifest: real ones from transformers, torch and DCP pass; every damage that can be seen is."""
+"""Checkpoints without a manifest: real ones from transformers, torch and DCP pass; all detectable damage is found."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def found(folder: Path) -> bool:
 
 
 def flipped(path: Path, bits: list[int]) -> Iterator[int]:
-    """Flips one bit after the other, each put right again before the next."""
+    """Flips one bit after the other; each is restored before the next."""
     with path.open("r+b", buffering=0) as file:
         for bit in bits:
             byte = os.pread(file.fileno(), 1, bit // 8)[0]
@@ -298,7 +298,7 @@ def test_renamed_tensor_of_a_sharded_model_is_found_through_the_index(copy: Call
 
 
 def test_data_bits_of_safetensors_cannot_be_seen(stock: SimpleNamespace, tmp_path: Path) -> None:
-    """Stated, not wished for: the format has no checksum."""
+    """A known limit: the format has no checksum."""
     path = alone(stock.trainer / "model.safetensors", tmp_path)
     for _ in flipped(path, [8 * path.stat().st_size - 1]):
         check_foreign(path.parent)

@@ -1,4 +1,4 @@
-"""One attempt of one run at a time: dead, alive, fenced, and processes for real."""
+"""One attempt of one run at a time: dead, alive and fenced holders, and real processes."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def take(
 
 
 def leave_record(root: Path, **changes: Any) -> None:
-    """As an attempt on another machine would have left it."""
+    """A record as an attempt on another host would have left it."""
     record = LeaseRecord(run="r", attempt=4, host="elsewhere", boot="another", pid=1, started=0.0)
     (root / ".reprieve").mkdir()
     (root / ".reprieve/owner.json").write_text(json.dumps({**asdict(record), **changes}))
 
 
 def test_a_new_folder(tmp_path: Path) -> None:
-    one = take(tmp_path)
-    assert (one.attempt, len(one.run)) == (1, 12)
-    one.release()
+    held_lease = take(tmp_path)
+    assert (held_lease.attempt, len(held_lease.run)) == (1, 12)
+    held_lease.release()
 
 
 def test_released_is_taken_over_at_once_and_the_run_goes_on(tmp_path: Path, clock: FakeClock) -> None:
@@ -108,18 +108,18 @@ def test_on_another_machine_a_heartbeat_that_moves_is_life(tmp_path: Path, clock
         take(tmp_path, "another", clock=clock)
     assert clock.slept <= 15
     clock.slept = 0
-    one = take(tmp_path, "r", clock=clock)
-    assert one.attempt == 5
+    held_lease = take(tmp_path, "r", clock=clock)
+    assert held_lease.attempt == 5
     assert 59 < clock.slept < 80
-    one.release()
+    held_lease.release()
 
 
 def test_on_another_machine_silence_is_death(tmp_path: Path, clock: FakeClock) -> None:
     leave_record(tmp_path)
-    one = take(tmp_path, "another", clock=clock)
-    assert (one.run, one.attempt) == ("another", 5)
+    held_lease = take(tmp_path, "another", clock=clock)
+    assert (held_lease.run, held_lease.attempt) == ("another", 5)
     assert 15 <= clock.slept < 16
-    one.release()
+    held_lease.release()
 
 
 def test_on_this_machine_a_free_lock_is_death_at_once(tmp_path: Path, clock: FakeClock) -> None:
@@ -142,29 +142,29 @@ def test_the_same_host_name_is_not_the_same_machine(tmp_path: Path, clock: FakeC
 def test_a_record_that_is_not_readable_is_replaced(tmp_path: Path, text: str) -> None:
     leave_record(tmp_path)
     (tmp_path / ".reprieve/owner.json").write_text(text)
-    one = take(tmp_path, "r")
-    one.check()
-    one.release()
+    held_lease = take(tmp_path, "r")
+    held_lease.check()
+    held_lease.release()
 
 
 def test_a_record_that_somebody_removed_fences(tmp_path: Path) -> None:
-    one = take(tmp_path, "r")
+    held_lease = take(tmp_path, "r")
     (tmp_path / ".reprieve/owner.json").unlink()
     with pytest.raises(Fenced, match="removed the lease record"):
-        one.check()
-    one.release()
+        held_lease.check()
+    held_lease.release()
 
 
 def test_the_heartbeat_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "HEARTBEAT", timedelta(milliseconds=5))
-    one = take(tmp_path, "r")
+    held_lease = take(tmp_path, "r")
     record = tmp_path / ".reprieve/owner.json"
     seen = {record.stat().st_mtime_ns}
     end = time.monotonic() + 5
     while len(seen) < 4 and time.monotonic() < end:
         seen.add(record.stat().st_mtime_ns)
         time.sleep(0.005)
-    one.release()
+    held_lease.release()
     assert len(seen) >= 4
 
 
@@ -211,16 +211,16 @@ def test_two_that_start_in_an_empty_folder_at_the_same_moment(tmp_path: Path) ->
     Waits.go.set()
     for thread in threads:
         thread.join()
-    owners = [one for one in taken if isinstance(one, FolderLease)]
+    owners = [held_lease for held_lease in taken if isinstance(held_lease, FolderLease)]
     fit = 0
-    for one in owners:
+    for held_lease in owners:
         try:
-            one.check()
+            held_lease.check()
             fit += 1
         except Fenced:
             pass
-    for one in owners:
-        one.release()
+    for held_lease in owners:
+        held_lease.release()
     assert fit == 1
 
 
@@ -232,10 +232,10 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(lease, "_COMMIT_WAIT", timedelta(milliseconds=20))
     monkeypatch.setattr(fcntl, "flock", refuse)
     leave_record(tmp_path, released=True)
-    one = take(tmp_path, "r")
-    with one.committing():
+    held_lease = take(tmp_path, "r")
+    with held_lease.committing():
         pass
-    one.release()
+    held_lease.release()
 
 
 # Commits
@@ -247,9 +247,9 @@ def test_an_old_attempt_cannot_commit_after_a_newer_one_took_over(tmp_path: Path
     new = Checkpointer(tmp_path, name="r", model=small_model(), take_over_after="1ms")
     with pytest.raises(Fenced, match="attempt 2"):
         old.save(2)
-    assert [one.step for one in list_checkpoints(tmp_path)] == [1]
+    assert [info.step for info in list_checkpoints(tmp_path)] == [1]
     new.save(2)
-    assert [one.manifest.attempt for one in list_checkpoints(tmp_path)] == [2, 1]
+    assert [info.manifest.attempt for info in list_checkpoints(tmp_path)] == [2, 1]
     old.close()
     new.close()
 
@@ -348,7 +348,7 @@ def test_two_runs_on_one_folder(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
-    """As a DataLoader worker that outlives the process that started it."""
+    """Like a DataLoader worker that outlives the process that started it."""
     code = (
         "import os, sys, time, torch\n"
         "from reprieve import Checkpointer\n"
@@ -365,9 +365,9 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     child = int(process.stdout)
     try:
         clock = FakeClock()
-        one = take(tmp_path, "another", clock=clock)
-        assert (one.attempt, clock.slept) == (2, 0)
-        one.release()
+        held_lease = take(tmp_path, "another", clock=clock)
+        assert (held_lease.attempt, clock.slept) == (2, 0)
+        held_lease.release()
     finally:
         os.kill(child, signal.SIGKILL)
 

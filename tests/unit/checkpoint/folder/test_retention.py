@@ -1,4 +1,4 @@
-"""What may go, and that nothing else does."""
+"""Which checkpoints may be removed, and that no others are."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def found(step: int, problem: str | None = None, **metrics: float) -> Checkpoint
 
 
 def removable(candidates: list[CheckpointInfo], **rules: Any) -> list[int]:
-    newest = max((one.step for one in candidates if one.problem is None), default=0)
-    return [one.step for one in Retention(**rules).removable(candidates, "r", newest)]
+    newest = max((info.step for info in candidates if info.problem is None), default=0)
+    return [info.step for info in Retention(**rules).removable(candidates, "r", newest)]
 
 
 HERE = [found(step) for step in (60, 50, 40, 30, 20, 10)]
@@ -48,14 +48,14 @@ def test_the_last_so_many() -> None:
 
 
 def test_a_pinned_one_stays_and_counts() -> None:
-    def doomed_beside(*pinned: int, keep: int) -> list[int]:
-        return [one.step for one in Retention(keep=keep).removable(HERE, "r", 60, pinned)]
+    def removable_beside(*pinned: int, keep: int) -> list[int]:
+        return [info.step for info in Retention(keep=keep).removable(HERE, "r", 60, pinned)]
 
-    assert doomed_beside(20, keep=2) == [10, 30, 40, 50]
-    assert doomed_beside(20, keep=3) == [10, 30, 40]
-    assert doomed_beside(20, keep=1) == [10, 30, 40, 50], "the newest and the best stay, whatever the limit"
-    assert doomed_beside(20, 30, keep=2) == [10, 40, 50]
-    assert doomed_beside(70, keep=2) == [10, 20, 30, 40], "one that is not there does not count"
+    assert removable_beside(20, keep=2) == [10, 30, 40, 50]
+    assert removable_beside(20, keep=3) == [10, 30, 40]
+    assert removable_beside(20, keep=1) == [10, 30, 40, 50], "the newest and the best stay, whatever the limit"
+    assert removable_beside(20, 30, keep=2) == [10, 40, 50]
+    assert removable_beside(70, keep=2) == [10, 20, 30, 40], "one that is not there does not count"
 
 
 def test_besides_every_kth() -> None:
@@ -70,7 +70,7 @@ def test_besides_the_best() -> None:
 
 
 def test_besides_what_the_script_requested() -> None:
-    mixed = [replace(one, manifest=manifest(one.step, unrequested=one.step != 30)) for one in HERE]
+    mixed = [replace(info, manifest=manifest(info.step, unrequested=info.step != 30)) for info in HERE]
     assert removable(mixed, keep=2, keep_requested=True) == [10, 20, 40]
     assert removable(mixed, keep=2) == [10, 20, 30, 40]
     assert removable(HERE, keep=2, keep_requested=True) == []
@@ -94,7 +94,7 @@ def test_bad_rules_are_refused(rules: dict[str, Any], tmp_path: Path) -> None:
 
 
 def steps(root: Path) -> list[int]:
-    return [one.step for one in list_checkpoints(root)]
+    return [info.step for info in list_checkpoints(root)]
 
 
 def test_a_run_keeps_what_it_should(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_saves_without_a_pause_do_not_keep_retention_from_running(tmp_path: Path
 
 
 def test_a_full_disk_waits_for_what_is_about_to_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Room for two: the third save fits only if the first has gone."""
+    """Room for two checkpoints: the third save fits only if the first was removed."""
     size = 0
 
     def free_bytes(_folder: Path) -> int:
@@ -266,8 +266,8 @@ def test_a_removal_that_was_cut_short_leaves_nothing_that_looks_valid(tmp_path: 
             break
         except OSError:
             pass
-        for one in list_checkpoints(tmp_path):
-            verify(one.path, pool)
+        for info in list_checkpoints(tmp_path):
+            verify(info.path, pool)
         if not (tmp_path / "checkpoint-1").exists():
             assert clean_up(Disk(), tmp_path) == [".checkpoint-1.deleting"]
             with Checkpointer(tmp_path, model=small_model(), keep=None) as checkpointer:
@@ -292,7 +292,7 @@ def test_an_error_while_removing_is_a_storage_error(tmp_path: Path) -> None:
 
 
 class SlowToRemove(Disk):
-    """What is being deleted is not gone before `go` is set; `removing` says that somebody waits for that."""
+    """A removal does not end before `go` is set; `removing` is set while it waits for that."""
 
     def __init__(self) -> None:
         self.go = threading.Event()

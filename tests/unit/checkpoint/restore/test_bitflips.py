@@ -59,7 +59,7 @@ def is_valid(folder: Path) -> bool:
 
 
 def test_every_flipped_bit(checkpoint: Path) -> None:
-    """By file as many as by bytes, so that the small ones and the manifest are not left out."""
+    """As many by file as by bytes, so that small files and the manifest are covered."""
     assert is_valid(checkpoint)
     chance = random.Random(0)
     data = {path: path.read_bytes() for path in files(checkpoint)}

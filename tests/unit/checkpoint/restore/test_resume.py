@@ -1,4 +1,4 @@
-"""A start meets what is on disk: the newest valid one is taken, the rest is passed over with a reason, never lost."""
+"""A start uses the newest valid checkpoint; others are passed over with a reason, and never lost."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.tensors import tied_linears
 
 
 class Counter(nn.Module):
-    """A model that says which checkpoint it came from."""
+    """A model whose weights show which checkpoint it came from."""
 
     def __init__(self, step: int = 0) -> None:
         super().__init__()
@@ -100,10 +100,10 @@ def test_a_bad_newest_one_is_passed_over_and_set_aside(tmp_path: Path, damage: A
     damage(tmp_path / "checkpoint-3")
     value, result = resumed(tmp_path)
     assert (value, result.step) == (2, 2)
-    assert [one.name for one in result.passed_over] == ["checkpoint-3"]
+    assert [info.name for info in result.passed_over] == ["checkpoint-3"]
     assert reason in result.passed_over[0].reason
     found = list_checkpoints(tmp_path)
-    assert [one.path.name for one in found] == ["checkpoint-2", "checkpoint-1", "checkpoint-3.set-aside"]
+    assert [info.path.name for info in found] == ["checkpoint-2", "checkpoint-1", "checkpoint-3.set-aside"]
     assert found[-1].problem.startswith("quarantined: ")
     assert reason in found[-1].problem
     assert resumed(tmp_path)[0] == 2
@@ -115,7 +115,7 @@ def test_two_bad_ones_of_the_same_step_are_both_kept(tmp_path: Path) -> None:
         run_with(tmp_path, 2)
         flip(tmp_path / "checkpoint-2/model.safetensors")
         assert resumed(tmp_path)[0] == 1
-    assert [one.path.name for one in list_checkpoints(tmp_path)[1:]] == [
+    assert [info.path.name for info in list_checkpoints(tmp_path)[1:]] == [
         "checkpoint-2.set-aside",
         "checkpoint-2.set-aside-2",
     ]
@@ -177,7 +177,7 @@ def test_one_that_is_there_already_and_not_valid_is_set_aside(tmp_path: Path) ->
     run_with(tmp_path, 1)
     (tmp_path / "checkpoint-1/model.safetensors").unlink()
     run_with(tmp_path, 1)
-    assert [one.path.name for one in list_checkpoints(tmp_path)] == ["checkpoint-1", "checkpoint-1.set-aside"]
+    assert [info.path.name for info in list_checkpoints(tmp_path)] == ["checkpoint-1", "checkpoint-1.set-aside"]
     assert resumed(tmp_path)[0] == 1
 
 
@@ -192,10 +192,10 @@ def test_one_of_another_run_does_not_count_as_saved(tmp_path: Path) -> None:
     run_with(tmp_path, 1, run="other")
     with Checkpointer(tmp_path, name="r", model=Counter(77)) as checkpointer:
         assert checkpointer.save(1).skipped is None
-    ours, theirs = list_checkpoints(tmp_path)
-    assert ours.manifest is not None and (ours.path.name, ours.manifest.run) == ("checkpoint-1", "r")
-    assert theirs.path.name == "checkpoint-1.set-aside"
-    assert theirs.problem == "quarantined: run 'r' saved the same step; this one is of run 'other'"
+    of_run, of_other_run = list_checkpoints(tmp_path)
+    assert of_run.manifest is not None and (of_run.path.name, of_run.manifest.run) == ("checkpoint-1", "r")
+    assert of_other_run.path.name == "checkpoint-1.set-aside"
+    assert of_other_run.problem == "quarantined: run 'r' saved the same step; this one is of run 'other'"
     assert resumed(tmp_path)[0] == 77
 
 
@@ -203,7 +203,7 @@ def test_checkpoints_of_another_run_are_not_used_and_not_moved(tmp_path: Path) -
     run_with(tmp_path, 1, 2, run="other")
     with pytest.raises(NoValidCheckpoint, match="written by run 'other', this is run 'mine'"):
         resumed(tmp_path, "mine")
-    assert [one.path.name for one in list_checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-1"]
+    assert [info.path.name for info in list_checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-1"]
     run_with(tmp_path, 1, run="other")
 
 
@@ -242,7 +242,7 @@ def test_a_save_after_close_is_an_error_of_ours(tmp_path: Path) -> None:
     assert list_checkpoints(tmp_path) == []
 
 
-# What somebody with bad intentions could leave
+# What an attacker could leave
 
 
 def evil_pickle(flag: Path) -> bytes:
@@ -309,7 +309,7 @@ def test_a_link_is_refused(tmp_path: Path) -> None:
 
 
 def hostile(folder: Path, **changes: Any) -> None:
-    """Spelled as it should be, and with a checksum that holds: what is wrong is only what it says."""
+    """A manifest in the right format, with a valid checksum: only its content is wrong."""
     document = json.loads((folder / MANIFEST).read_bytes())
     document["manifest"].update(changes)
     canonical = json.dumps(document["manifest"], sort_keys=True, separators=(",", ":")).encode()
@@ -396,7 +396,9 @@ def test_what_the_storage_refuses_for_now_is_not_moved(
             resumed(tmp_path)
         assert caught.value.errno == code
         shown = list_checkpoints(tmp_path)
-        assert [one.path.name for one in shown] == ["checkpoint-3", "checkpoint-2", "checkpoint-1"], "nothing was moved"
+        assert [info.path.name for info in shown] == ["checkpoint-3", "checkpoint-2", "checkpoint-1"], (
+            "nothing was moved"
+        )
         if where in ("manifest", "files"):
             assert shown[0].problem == f"cannot be read: {os.strerror(code)}"
     assert resumed(tmp_path)[0] == 3
@@ -472,7 +474,7 @@ def test_a_stock_checkpoint_is_resumed(tmp_path: Path, torch_model: bool) -> Non
 
 @pytest.mark.parametrize("core", ["core", "_core"], ids=["numpy 1", "numpy 2"])
 def test_a_stock_checkpoint_of_either_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, core: str) -> None:
-    """They pickle an array by other names."""
+    """numpy 1 and 2 pickle an array under different names."""
     with monkeypatch.context() as patch:
         patch.setattr(np.empty(0).__reduce__()[0], "__module__", f"numpy.{core}.multiarray")
         model, optimizer, _ = stock_checkpoint(tmp_path)

@@ -1,4 +1,4 @@
-"""Saves beside training, and what stock libraries make of what they leave."""
+"""Background saves, and how stock libraries read their checkpoints."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_it_holds_the_state_of_the_moment_it_was_asked_for(tmp_path: Path) -> No
 
 
 class SlowToCreate(SlowDisk):
-    """As a file system is beside the removal of something large."""
+    """Slow, like a file system during the removal of something large."""
 
     def write(self, file: Any, data: memoryview, offset: int) -> None:
         Disk.write(self, file, data, offset)
@@ -83,7 +83,7 @@ def test_training_does_not_wait_for_files_to_be_made(tmp_path: Path) -> None:
         assert not save.done
         disk.go.set()
         save.wait()
-    assert [one.step for one in list_checkpoints(tmp_path)] == [1]
+    assert [info.step for info in list_checkpoints(tmp_path)] == [1]
 
 
 def test_a_second_one_waits_its_turn(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_second_one_waits_its_turn(tmp_path: Path) -> None:
         assert first.done, "one at a time"
         second.wait()
         assert second.skipped is None
-    assert [one.step for one in list_checkpoints(tmp_path)] == [2, 1]
+    assert [info.step for info in list_checkpoints(tmp_path)] == [2, 1]
 
 
 def test_a_second_one_is_left_out_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -109,7 +109,7 @@ def test_a_second_one_is_left_out_and_says_so(tmp_path: Path, caplog: pytest.Log
         first.wait()
         checkpointer.wait()
         assert checkpointer.save(3, background=True).skipped is None
-    assert [one.step for one in list_checkpoints(tmp_path)] == [3, 1]
+    assert [info.step for info in list_checkpoints(tmp_path)] == [3, 1]
 
 
 def test_a_blocking_one_is_never_left_out(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_blocking_one_is_never_left_out(tmp_path: Path) -> None:
         checkpointer.save(1, background=True)
         disk.go.set()
         assert checkpointer.save(2).skipped is None
-        assert [one.step for one in list_checkpoints(tmp_path)] == [2, 1]
+        assert [info.step for info in list_checkpoints(tmp_path)] == [2, 1]
 
 
 def test_when_busy_is_checked(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_when_busy_is_checked(tmp_path: Path) -> None:
 
 
 class FailsInSaves(FailingDisk):
-    """Only once `broken`, and only for the data of a save."""
+    """Fails once `broken` is set, and only for the data of a save."""
 
     broken = False
 
@@ -203,7 +203,7 @@ def test_memory_for_files_that_are_not_known_yet(tmp_path: Path) -> None:
 
 
 def test_its_memory_is_given_back_when_it_is_closed(tmp_path: Path) -> None:
-    """A process may have several, one after the other, each with as much as the state takes."""
+    """A process may have several checkpointers in turn, each with as much memory as the state takes."""
     model, disk = small_model(), FailingDisk(forever=True)
     with warm(tmp_path, model=model) as checkpointer:
         checkpointer.save(1, background=True)
@@ -240,7 +240,7 @@ def test_a_background_save_at_the_end_of_a_program_without_close(tmp_path: Path)
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    assert [one.step for one in list_checkpoints(tmp_path)] == [1]
+    assert [info.step for info in list_checkpoints(tmp_path)] == [1]
     verify(tmp_path / "checkpoint-1", pool)
 
 
@@ -303,7 +303,7 @@ def test_a_checkpoint_of_the_stock_trainer_is_resumed(tmp_path: Path) -> None:
 
 
 class FailsWhenLookedAtTwice(Future[None]):
-    """A job that ends between one look and the next."""
+    """A job that ends between two calls of done()."""
 
     _looks = 0
 

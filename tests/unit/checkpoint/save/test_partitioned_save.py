@@ -1,4 +1,4 @@
-"""Several ranks write one file: it is, byte for byte, what one alone would have written, whoever comes when."""
+"""Several ranks write one file: byte for byte what a single rank writes, in whatever order they come."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ FOLDERS = [Path(folder) for folder in (tempfile.gettempdir(), "/dev/shm") if Pat
 
 
 class Unflushed(Disk):
-    """Everything but the wait for the medium, which is somebody else's test."""
+    """Everything but the wait for the medium, which other tests cover."""
 
     def flush(self, file: OpenFile) -> None:
         pass
@@ -66,9 +66,9 @@ def folder(where: Path = FOLDERS[-1]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def small_pieces(share: int = PAGE, block: int = 16 * PAGE) -> Iterator[None]:
-    """What takes megabytes otherwise happens in a few pages."""
+    """Makes things that usually take megabytes happen within a few pages."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(partition, "_SHARE_BYTES", share)
+        patch.setattr(partition, "_MIN_SHARE_BYTES", share)
         patch.setattr(partition, "BLOCK_BYTES", block)
         yield
 
@@ -91,22 +91,22 @@ def write_together(
         for writer in writers:
             stack.enter_context(writer)
         writers[0].create()
-        letters: dict[tuple[int, int], bytes] = {}
+        messages: dict[tuple[int, int], bytes] = {}
         for rank in shuffled(ranks, chance):
             for to, bundle in page_exchange.outgoing(by_rank[rank], rank, pools[rank]).items():
-                letters[rank, to] = bundle
+                messages[rank, to] = bundle
             if staged is not None and staged[rank]:
                 writers[rank].stage()
         after_staging()
         crcs: dict[str, Crcs] = {}
         for rank in shuffled(ranks, chance):
             writers[rank].create()
-            received = {frm: letters.pop((frm, rank)) for frm in page_exchange.senders(by_rank[rank], rank)}
+            received = {sender: messages.pop((sender, rank)) for sender in page_exchange.senders(by_rank[rank], rank)}
             written = writers[rank].write(page_exchange.incoming(by_rank[rank], rank, received))
             for name, known in written.items():
                 for number, stretches in known.items():
                     crcs.setdefault(name, {}).setdefault(number, []).extend(stretches)
-        assert not letters, "every letter was asked for"
+        assert not messages, "every message was received"
         digests: dict[str, tuple[int, dict[int, str]]] = {}
         for rank in shuffled(ranks, chance):
             for part, known_blocks in zip(by_rank[rank], writers[rank].complete(crcs).values(), strict=True):
@@ -118,15 +118,15 @@ def shuffled(ranks: Sequence[int], chance: random.Random) -> list[int]:
     return chance.sample(ranks, len(ranks))
 
 
-def first_difference(one: Path, other: Path) -> str | None:
-    """Not left to pytest, which explains the difference of two megabytes for minutes."""
-    a, b = one.read_bytes(), other.read_bytes()
+def first_difference(first: Path, other: Path) -> str | None:
+    """pytest would take minutes to explain the difference of two megabytes."""
+    a, b = first.read_bytes(), other.read_bytes()
     if a == b:
         return None
     if len(a) != len(b):
-        return f"{one.name}: {len(a)} and {len(b)} bytes"
+        return f"{first.name}: {len(a)} and {len(b)} bytes"
     at = next(at for at in range(len(a)) if a[at] != b[at])
-    return f"{one.name}: differs at {at} (page {at // PAGE} + {at % PAGE}): {a[at : at + 20]!r}, {b[at : at + 20]!r}"
+    return f"{first.name}: differs at {at} (page {at // PAGE} + {at % PAGE}): {a[at : at + 20]!r}, {b[at : at + 20]!r}"
 
 
 def verify(root: Path, entries: dict[str, FileEntry]) -> None:
@@ -140,7 +140,7 @@ def verify(root: Path, entries: dict[str, FileEntry]) -> None:
 
 
 def returned(pools: Sequence[BlockPool]) -> bool:
-    return all(one.made == one.ready for one in pools)
+    return all(pool.made == pool.ready for pool in pools)
 
 
 # Files of any shape
@@ -158,7 +158,7 @@ def test_the_bytes_are_those_of_one_writer(data: st.DataObject, world_size: int,
     with folder(where) as root, small_pieces(block=chance.choice([PAGE, 3 * PAGE, 64 * PAGE, BLOCK_BYTES])):
         by_rank = [
             partition_files(
-                [one.layout(rank, content) for one, content in zip(files, contents, strict=True)], rank, world_size
+                [file.layout(rank, content) for file, content in zip(files, contents, strict=True)], rank, world_size
             )
             for rank in range(world_size)
         ]
@@ -201,7 +201,7 @@ def together_in_threads(
 ) -> dict[str, FileEntry]:
     ranks = range(len(by_rank))
     barrier = threading.Barrier(len(by_rank), timeout=100)
-    letters: dict[tuple[int, int], bytes] = {}
+    messages: dict[tuple[int, int], bytes] = {}
     crcs: dict[str, Crcs] = {}
     blocks: dict[int, str] = {}
     errors: list[BaseException] = []
@@ -210,13 +210,13 @@ def together_in_threads(
         try:
             with Writer(Disk(), pools[rank], root, by_rank[rank]) as writer:
                 writer.create()
-                letters.update(
+                messages.update(
                     {(rank, to): it for to, it in page_exchange.outgoing(by_rank[rank], rank, pools[rank]).items()}
                 )
                 if staged:
                     writer.stage()
                 barrier.wait()
-                received = {frm: letters[frm, rank] for frm in page_exchange.senders(by_rank[rank], rank)}
+                received = {sender: messages[sender, rank] for sender in page_exchange.senders(by_rank[rank], rank)}
                 for name, known in writer.write(page_exchange.incoming(by_rank[rank], rank, received)).items():
                     for number, stretches in known.items():
                         crcs.setdefault(name, {}).setdefault(number, []).extend(stretches)
@@ -267,7 +267,7 @@ def test_neighbouring_pieces_are_one_write() -> None:
     with folder() as root:
         verify(root, write_together(root, by_rank, random.Random(0), disk=disk))
     pieces = by_rank[0][0].ranges
-    owners_change = sum(one.owner != other.owner for one, other in itertools.pairwise(pieces))
+    owners_change = sum(piece.owner != following.owner for piece, following in itertools.pairwise(pieces))
     assert disk.writes == owners_change + 1 < len(pieces) / 1.5
 
 
@@ -292,7 +292,7 @@ def test_after_an_error_all_memory_comes_back(world_size: int, at: int, staged: 
     with folder() as root, small_pieces():
         by_rank = [
             partition_files(
-                [one.layout(rank, content) for one, content in zip(files, contents, strict=True)], rank, world_size
+                [file.layout(rank, content) for file, content in zip(files, contents, strict=True)], rank, world_size
             )
             for rank in range(world_size)
         ]
@@ -309,7 +309,7 @@ def test_after_an_error_all_memory_comes_back(world_size: int, at: int, staged: 
 
 
 class Optimizer:
-    """What the engine knows an optimizer by."""
+    """The attributes by which the engine recognises an optimizer."""
 
     def __init__(self, tree: dict[str, Any]) -> None:
         self.tree = tree
@@ -354,7 +354,7 @@ def states(draw: st.DrawFn) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def replica(module: nn.Module, tree: dict[str, Any], rank: int) -> tuple[nn.Module, dict[str, Any]]:
-    """As DDP leaves it: equal parameters, and buffers of its own."""
+    """As under DDP: equal parameters, and each rank's own buffers."""
     module, tree = copy.deepcopy((module, tree))
     for buffer in module.buffers():
         buffer.add_(rank)
@@ -362,7 +362,7 @@ def replica(module: nn.Module, tree: dict[str, Any], rank: int) -> tuple[nn.Modu
 
 
 def shard(module: nn.Module, tree: dict[str, Any], rank: int, replicas: int) -> tuple[nn.Module, dict[str, Any]]:
-    """As FSDP leaves it."""
+    """As under FSDP."""
     module, tree = replica(module, tree, rank)
     spread_out: dict[int, torch.Tensor] = {}
     for part in (module, module.inner):
@@ -462,7 +462,7 @@ def check_stock(root: Path, want: dict[str, torch.Tensor], want_tree: dict[str, 
 
 
 def test_shards_in_what_is_a_ranks_own() -> None:
-    """Nobody gives the rest of such a tensor, so its place in the file would hold whatever was in memory."""
+    """No rank sends the rest of such a tensor, so the file would hold whatever was in memory there."""
     with as_rank(1, 2):
         mine = {"ema": {"w": spread(torch.ones(5, 5), 1)}}
         state = State({"model": nn.Linear(2, 2), "mine": mine})

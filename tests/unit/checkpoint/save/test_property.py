@@ -30,7 +30,7 @@ MODULE = nn.Module()
 
 @st.composite
 def tensors(draw: st.DrawFn, *, expanded: bool = True) -> torch.Tensor:
-    """Any dtype, up to three dimensions, and any of the ways to lie in memory."""
+    """Any dtype, up to three dimensions, and any memory layout."""
     torch.manual_seed(draw(st.integers(0, 2**32)))
     shape = draw(st.lists(st.integers(0, 4), max_size=3))
     dtype = draw(st.sampled_from(DTYPES))
@@ -49,7 +49,7 @@ def tensors(draw: st.DrawFn, *, expanded: bool = True) -> torch.Tensor:
 
 @st.composite
 def families(draw: st.DrawFn, *, expanded: bool = True) -> list[torch.Tensor]:
-    """Tensors of which some are the same one, or look at the same memory."""
+    """Tensors of which some are the same object, or share memory."""
     members = draw(st.lists(tensors(expanded=expanded), min_size=1, max_size=4))
     for _ in range(draw(st.integers(0, 3))):
         other = draw(st.sampled_from(members))
@@ -159,7 +159,7 @@ def test_whatever_fails_the_one_before_is_there(
         with Checkpointer(root, keep=None, model=live, tree=live_tree) as checkpointer:
             assert leftovers(root) == []
             assert checkpointer.restore().step == step
-            assert all(verify(one.path, pool) for one in list_checkpoints(root))
+            assert all(verify(info.path, pool) for info in list_checkpoints(root))
         assert_same((dict(live.state_dict()), live_tree), want[step])
 
     with folder() as root:
