@@ -1,7 +1,7 @@
-"""What of a command, its environment and its errors is not written down: whatever looks like a secret.
+"""Redacts secrets in commands, environments and errors before they are stored or shown.
 
-A run that is resumed takes those variables from the environment that it is resumed in. The rule is by name and by
-shape, and errs on the side of leaving out.
+Secrets are recognized by name and by shape; when in doubt, a value is redacted. A resumed run takes the variables that
+were not stored from the environment that it is resumed in.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _OPTION = re.compile(
 )
 _VARIABLE = re.compile(rf"(?=[A-Z0-9_]+$).*(?:{_NAME.pattern}).*")
 """`env WANDB_API_KEY=… python train.py`"""
-_SHORTEST = 8
-"""Characters of a secret: `--eos-token '<eos>'` is none."""
-_OF_THIS_SHELL = {
+_MIN_SECRET_LENGTH = 8
+"""Shorter values are not secrets: `--eos-token '<eos>'`."""
+_SHELL_VARIABLES = {
     "_",
     "SHLVL",
     "OLDPWD",
@@ -48,29 +48,29 @@ def is_secret(name: str, value: str) -> bool:
 
 
 def storable(env: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """What may be written down, and the names of what may not."""
-    kept = {name: value for name, value in env.items() if name not in _OF_THIS_SHELL and not is_secret(name, value)}
-    left_out = sorted(name for name in env if name not in kept and name not in _OF_THIS_SHELL)
-    return kept, left_out
+    """Return the variables that may be stored, and the names of those that may not."""
+    stored = {name: value for name, value in env.items() if name not in _SHELL_VARIABLES and not is_secret(name, value)}
+    left_out = sorted(name for name in env if name not in stored and name not in _SHELL_VARIABLES)
+    return stored, left_out
 
 
 def masked(words: Sequence[str]) -> list[str]:
-    """A command line that may be shown and written down."""
-    found: list[str] = []
-    before = ""
+    """Return the command line with its secrets masked."""
+    masked_words: list[str] = []
+    previous = ""
     for word in words:
         option, equals, value = word.partition("=")
-        if _OPTION.fullmatch(before) and not word.startswith("-") and _long(word):
-            found.append(HIDDEN)
-        elif equals and _long(value) and (_OPTION.fullmatch(option) or _VARIABLE.fullmatch(option)):
-            found.append(f"{option}={HIDDEN}")
+        if _OPTION.fullmatch(previous) and not word.startswith("-") and _is_long(word):
+            masked_words.append(HIDDEN)
+        elif equals and _is_long(value) and (_OPTION.fullmatch(option) or _VARIABLE.fullmatch(option)):
+            masked_words.append(f"{option}={HIDDEN}")
         elif VALUE.search(word):
-            found.append(f"{option}={HIDDEN}" if equals and not VALUE.search(option) else HIDDEN)
+            masked_words.append(f"{option}={HIDDEN}" if equals and not VALUE.search(option) else HIDDEN)
         else:
-            found.append(word)
-        before = word
-    return found
+            masked_words.append(word)
+        previous = word
+    return masked_words
 
 
-def _long(value: str) -> bool:
-    return len(value) >= _SHORTEST and not value.startswith("<")
+def _is_long(value: str) -> bool:
+    return len(value) >= _MIN_SECRET_LENGTH and not value.startswith("<")

@@ -85,7 +85,7 @@ class Lab:
     def steps(self, rank: int = 0) -> int:
         return len(self.seen(rank))
 
-    def last_words(self) -> str:
+    def exit_message(self) -> str:
         """Of the launcher; they may stand beside what a rank told of its progress."""
         found = (self.folder / "last-words").read_text()
         return str(json.loads(found)["message"]) if found.startswith("{") else found

@@ -134,7 +134,7 @@ def test_nothing_secret_is_in_the_record() -> None:
     env = {**PLAIN, **{name: value if len(value) > 1 else f"the-value-of-{name}" for name, value in SECRET.items()}}
     words = ["train.py", "--hf-token", "secret-of-mine", "--token=another-of-mine", HF, "postgres://me:hunter2@db/runs"]
     kept, left_out = storable(env)
-    text = RunRecord("r", masked(words), "/", {}, kept, left_out).as_json().decode()
+    text = RunRecord("r", masked(words), "/", {}, kept, left_out).to_json().decode()
     for secret in (*(env[name] for name in SECRET), "secret-of-mine", "another-of-mine", "hunter2"):
         assert secret.split("\n")[0] not in text
     assert "the-value-of" not in text

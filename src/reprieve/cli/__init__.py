@@ -1,9 +1,9 @@
-"""The command line: one file a command, each with `arguments` and `main`. stdout is data, stderr is talk.
+"""The command line: one module per command, each with `arguments` and `main`. stdout has data, stderr messages.
 
-Exit codes: 0 as asked; 1 the answer is bad news (a checkpoint is not valid); 2 the command could not be understood or
-carried out. `run` and `resume` end as the training does (docs/launch.md).
+Exit codes: 0 success; 1 the command found a problem, such as an invalid checkpoint; 2 the command could not be
+understood or carried out. `run` and `resume` exit as the training does (docs/launch.md).
 
-Only what is asked for is imported: the launcher is there before the training command is, and should not be noticed.
+Only the modules of the given command are imported: the launcher must not delay the training command.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from reprieve.errors import ConfigError, ReprieveError
 
 COMMANDS = {
     "run": "run a training command so that it can be stopped at any moment",
-    "drill": "rehearse a preemption: would the job survive its grace period?",
+    "drill": "rehearse a preemption and report whether the job survives its grace period",
     "status": "show the runs of this machine",
     "pause": "save a run and stop it",
-    "resume": "start a run again, as it was started before",
-    "logs": "show what a run printed",
-    "doctor": "check this machine: is there something to fix?",
+    "resume": "start a run again with the same command, folder and options",
+    "logs": "show the output of a run",
+    "doctor": "check whether this machine is ready for preemptible training",
     "ls": "list the checkpoints in a folder",
     "show": "show one checkpoint",
-    "verify": "read every byte of checkpoints and say whether they are good",
+    "verify": "read every byte of checkpoints and report whether they are valid",
 }
 
-_TRAINS = ("run", "resume")
+_TRAINING_COMMANDS = ("run", "resume")
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -39,7 +39,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def execute(words: Sequence[str]) -> int:
-    """The exit code of `reprieve WORDS…`."""
+    """Run `reprieve WORDS…` and return the exit code."""
     if not words or words[0] in ("-h", "--help", "help"):
         print(_help())
         return 0 if words else exit_codes.USAGE_ERROR
@@ -55,8 +55,8 @@ def execute(words: Sequence[str]) -> int:
         return int(command.main(_parser(name, command).parse_args(rest)))
     except ReprieveError as error:
         print(f"error: {error}", file=sys.stderr)
-        # What starts a training ends like one: a setting that is wrong needs a person.
-        is_permanent = name in _TRAINS and isinstance(error, ConfigError)
+        # Commands that start a training exit like one: a wrong setting is a permanent failure.
+        is_permanent = name in _TRAINING_COMMANDS and isinstance(error, ConfigError)
         return exit_codes.PERMANENT_FAILURE if is_permanent else exit_codes.USAGE_ERROR
     except BrokenPipeError:  # `reprieve ls | head`
         sys.stderr.close()
@@ -64,13 +64,13 @@ def execute(words: Sequence[str]) -> int:
 
 
 def _parser(name: str, command: Any) -> ArgumentParser:
-    """What the command's module says, below its first line."""
-    about = (command.__doc__ or "").partition("\n\n")[2].strip()
+    """Create the parser of a command. The epilog is the docstring of its module, without the first line."""
+    epilog = (command.__doc__ or "").partition("\n\n")[2].strip()
     summary = COMMANDS[name]
     parser = ArgumentParser(
         prog=f"reprieve {name}",
-        description=summary[0].upper() + summary[1:] + ("" if summary.endswith("?") else "."),
-        epilog=about,
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        epilog=epilog,
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -82,9 +82,9 @@ def _help() -> str:
     width = max(map(len, COMMANDS))
     commands = "\n".join(f"  {name:{width}}  {summary}" for name, summary in COMMANDS.items())
     return (
-        "usage: reprieve COMMAND …\n\nTraining that can be stopped, and goes on where it was.\n\n"
+        "usage: reprieve COMMAND …\n\nPreemptible PyTorch training: stop it at any moment, resume it bit for bit.\n\n"
         f"{commands}\n\n"
-        "  reprieve COMMAND --help says more; for example:\n"
+        "  reprieve COMMAND --help shows the options of a command. Examples:\n"
         "    reprieve run --every 10m python train.py\n"
         "    reprieve status\n"
     )

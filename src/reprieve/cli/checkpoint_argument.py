@@ -1,4 +1,4 @@
-"""What a command's argument names: a folder of checkpoints, or one checkpoint in it."""
+"""Resolves the argument of a command that names a checkpoint, or a folder of checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def checkpoints_at(uri: str) -> list[CheckpointInfo]:
-    """The checkpoints of a folder, newest first, or the one that is named."""
+    """Return the checkpoints of a folder, newest first, or the named checkpoint."""
     from reprieve.checkpoint.folder import paths
     from reprieve.checkpoint.folder.catalog import inspect_checkpoint, list_checkpoints
     from reprieve.checkpoint.format.manifest import MANIFEST

@@ -1,4 +1,4 @@
-"""`reprieve logs`: what a run printed, over all its starts.
+"""`reprieve logs`: shows the output of a run over all its starts.
 
 example: reprieve logs --follow train-3f2a1b
 """
@@ -13,14 +13,14 @@ from pathlib import Path
 from reprieve.errors import ConfigError
 from reprieve.launch.runs.run_record import Runs
 
-_LOOK_S = 0.2
-_BYTES = 2**20
+_POLL_INTERVAL_S = 0.2
+_CHUNK_BYTES = 2**20
 
 
 def arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", help="the run's name; reprieve status lists them")
-    parser.add_argument("-n", "--lines", type=int, help="only so many of the last lines")
-    parser.add_argument("-f", "--follow", action="store_true", help="go on as more is printed, until the run ends")
+    parser.add_argument("-n", "--lines", metavar="N", type=int, help="show only the last N lines")
+    parser.add_argument("-f", "--follow", action="store_true", help="keep printing new output until the run ends")
 
 
 def main(args: Namespace) -> int:
@@ -29,7 +29,7 @@ def main(args: Namespace) -> int:
     record, folder = runs.find(run), runs.folder(run)
     paths = [path for path in (folder / "log.1", folder / "log") if path.exists()]
     if not paths:
-        raise ConfigError(f"{run} has no log: nothing was printed, or {folder} could not be written")
+        raise ConfigError(f"{run} has no log: it printed nothing, or {folder} could not be written")
     printed = [path.read_bytes() for path in paths]
     _print(b"".join(printed), args.lines)
     at = len(printed[-1])
@@ -38,7 +38,7 @@ def main(args: Namespace) -> int:
         at = _print_from(folder / "log", at)
         if not alive:
             return 0
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_INTERVAL_S)
         record = runs.find(run)
     return 0
 
@@ -51,13 +51,13 @@ def _print(data: bytes, lines: int | None) -> None:
 
 
 def _print_from(path: Path, at: int) -> int:
-    """What is new; where it ends. A log that was begun anew is read from its start."""
+    """Print new output and return where it ends. A rotated log is read from its start."""
     if not path.exists():
         return 0
     if path.stat().st_size < at:
         at = 0
     with path.open("rb") as file:
         file.seek(at)
-        while data := file.read(_BYTES):
+        while data := file.read(_CHUNK_BYTES):
             _print(data, None)
         return file.tell()

@@ -1,6 +1,6 @@
-"""`reprieve ls`: the checkpoints in a folder, newest first: step, age, size, and valid or why not.
+"""`reprieve ls`: lists the checkpoints in a folder, newest first: step, age, size, and whether they are valid.
 
-Looks at manifests and sizes only; `reprieve verify` reads every byte.
+Reads manifests and sizes only; `reprieve verify` reads every byte.
 
 example: reprieve ls checkpoints
 """
@@ -27,11 +27,11 @@ def arguments(parser: ArgumentParser) -> None:
 
 
 def main(args: Namespace) -> int:
-    found = checkpoints_at(args.folder)
+    checkpoints = checkpoints_at(args.folder)
     if args.json:
-        print_json([as_dict(one) for one in found])
+        print_json([as_dict(checkpoint) for checkpoint in checkpoints])
         return 0
-    if not found:
+    if not checkpoints:
         talk.print(f"no checkpoints in {args.folder}")
         return 0
     table = Table(box=None, pad_edge=False)
@@ -45,35 +45,35 @@ def main(args: Namespace) -> int:
         ("state", "left"),
     ):
         table.add_column(heading, justify=justify)  # type: ignore[arg-type]
-    for one in found:
-        manifest = one.manifest
+    for checkpoint in checkpoints:
+        manifest = checkpoint.manifest
         table.add_row(
-            one.path.name,
-            str(one.step),
+            checkpoint.path.name,
+            str(checkpoint.step),
             f"{manifest.epoch:g}" if manifest and manifest.epoch is not None else "",
-            ago(one.created),
-            format_size(one.bytes),
+            ago(checkpoint.created),
+            format_size(checkpoint.bytes),
             f"{manifest.run} #{manifest.attempt}" if manifest else "",
             Text("valid", "green")
-            if manifest and not one.problem
-            else Text(one.problem, "red")
-            if one.problem
+            if manifest and not checkpoint.problem
+            else Text(checkpoint.problem, "red")
+            if checkpoint.problem
             else Text("no manifest (written by other tools)", "yellow"),
         )
     data.print(table)
     return 0
 
 
-def as_dict(one: CheckpointInfo) -> dict[str, Any]:
-    manifest = one.manifest
+def as_dict(checkpoint: CheckpointInfo) -> dict[str, Any]:
+    manifest = checkpoint.manifest
     return {
-        "path": str(one.path),
-        "step": one.step,
+        "path": str(checkpoint.path),
+        "step": checkpoint.step,
         "epoch": manifest.epoch if manifest else None,
-        "created": one.created.isoformat(),
-        "bytes": one.bytes,
-        "valid": None if one.is_foreign else one.problem is None,
-        "problem": one.problem,
+        "created": checkpoint.created.isoformat(),
+        "bytes": checkpoint.bytes,
+        "valid": None if checkpoint.is_foreign else checkpoint.problem is None,
+        "problem": checkpoint.problem,
         "run": manifest.run if manifest else None,
         "attempt": manifest.attempt if manifest else None,
         "metrics": dict(manifest.metrics) if manifest else {},

@@ -21,9 +21,9 @@ def print_json(value: Any) -> None:
     sys.stdout.write("\n")
 
 
-def ago(moment: datetime) -> str:
+def ago(at: datetime) -> str:
     """Return how long ago a moment was: `5 min ago`."""
-    seconds = (datetime.now(timezone.utc) - moment).total_seconds()
+    seconds = (datetime.now(timezone.utc) - at).total_seconds()
     for name, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= size:
             return f"{seconds / size:.0f} {name} ago"

@@ -1,4 +1,4 @@
-"""`reprieve pause`: save a run and stop it. `reprieve resume` starts it again.
+"""`reprieve pause`: saves a run and stops it. `reprieve resume` starts it again.
 
 example: reprieve pause train-3f2a1b
 """
@@ -16,12 +16,12 @@ from reprieve.launch.runs.run_record import Runs
 from reprieve.launcher_protocol import Pause, send_once
 from reprieve.run_state import RunState
 
-_LOOK_S = 0.05
+_POLL_INTERVAL_S = 0.05
 
 
 def arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", help="the run's name; reprieve status lists them")
-    parser.add_argument("--no-wait", action="store_true", help="do not wait until it has stopped")
+    parser.add_argument("--no-wait", action="store_true", help="do not wait until the run has stopped")
 
 
 def main(args: Namespace) -> int:
@@ -32,16 +32,16 @@ def main(args: Namespace) -> int:
         raise ConfigError(f"{run} is not running: {record.state_now}")
     if not send_once(Pause(), record.socket):
         raise ConfigError(
-            f"{run} does not answer (its launcher has pid {record.pid}): kill -TERM {record.pid} stops it, too"
+            f"{run} does not respond (its launcher has pid {record.pid}): kill -TERM {record.pid} stops it, too"
         )
     if args.no_wait:
         return 0
     with talk.status(Text(f"{run} is saving …")):
         while record.alive:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_INTERVAL_S)
             record = runs.find(run)
     record = runs.find(run)
     talk.print(
-        f"{record.reason}. Go on with: reprieve resume {run}" if record.state == RunState.PAUSED else record.reason
+        f"{record.reason}. Resume it with: reprieve resume {run}" if record.state == RunState.PAUSED else record.reason
     )
     return 0 if record.state == RunState.PAUSED else 1

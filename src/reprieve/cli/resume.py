@@ -1,7 +1,7 @@
-"""`reprieve resume`: start a run again, with the command, folder, options and environment it had.
+"""`reprieve resume`: starts a run again, with the same command, folder, options and environment.
 
-It goes on from its newest checkpoint. Variables that look like secrets (HF_TOKEN, …) were not stored: they are taken
-from here.
+The run resumes from its newest checkpoint. Variables that look like secrets (HF_TOKEN, …) are not stored: they come
+from the current environment.
 
 example: reprieve resume train-3f2a1b
 """
@@ -18,13 +18,13 @@ from reprieve.launch.runs.run_record import RunRecord, Runs
 from reprieve.redaction import HIDDEN
 from reprieve.settings import resolve
 
-_OF_THE_CALLER = ("REPRIEVE_STATE_DIR", "XDG_STATE_HOME", "HOME")
-"""Where we look for the run: not taken from its record, in which they say the same."""
+_CALLER_VARIABLES = ("REPRIEVE_STATE_DIR", "XDG_STATE_HOME", "HOME")
+"""They determine where the run record is, and are kept from the current environment."""
 
 
 def arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", help="the run's name; reprieve status lists them")
-    parser.add_argument("--detach", action="store_true", help="return at once; the run goes on in the background")
+    parser.add_argument("--detach", action="store_true", help="return at once; the run continues in the background")
 
 
 def main(args: Namespace) -> int:
@@ -35,25 +35,26 @@ def main(args: Namespace) -> int:
     if any(HIDDEN in word for word in record.command):
         raise ConfigError(
             f"{run} was started with a secret on its command line, which is not stored. Start it as you did before, "
-            "better with the secret in a variable"
+            "preferably with the secret in a variable"
         )
     if args.detach:
         return start_detached(["resume", run])
-    _enter(record)
+    _enter_environment(record)
     return launch(tuple(record.command), resolve(record.settings), name=record.name)
 
 
-def _enter(record: RunRecord) -> None:
-    """This process becomes what the run was started in."""
+def _enter_environment(record: RunRecord) -> None:
+    """Change to the folder and the environment that the run was started in."""
     try:
         os.chdir(record.folder)
     except OSError as error:
         raise ConfigError(f"{record.name} was started in {record.folder}: {error.strerror}") from None
     secrets = {name: os.environ[name] for name in record.left_out if name in os.environ}
-    caller = {name: os.environ[name] for name in _OF_THE_CALLER if name in os.environ}
+    caller = {name: os.environ[name] for name in _CALLER_VARIABLES if name in os.environ}
     if missing := [name for name in record.left_out if name not in os.environ]:
         print_message(
-            f"not stored, and not set here: {', '.join(missing)}. If the script needs them, set them and resume again"
+            f"not stored because they look like secrets, and not set: {', '.join(missing)}. If the script needs them, "
+            "set them and resume again"
         )
     os.environ.clear()
     os.environ.update({**record.environment, **secrets, **caller})

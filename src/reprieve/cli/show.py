@@ -1,4 +1,4 @@
-"""`reprieve show`: what one checkpoint says of itself: run, attempt, what it continued from, versions, metrics, files.
+"""`reprieve show`: shows a checkpoint: run, attempt, the checkpoint it continued from, versions, metrics, files.
 
 example: reprieve show checkpoints/checkpoint-500
 """
@@ -17,15 +17,15 @@ from reprieve.units import format_size
 
 
 def arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("checkpoint", help="a checkpoint, or a folder of them: then its newest")
+    parser.add_argument("checkpoint", help="a checkpoint, or a folder, for its newest checkpoint")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def main(args: Namespace) -> int:
-    found = checkpoints_at(args.checkpoint)
-    if not found:
+    checkpoints = checkpoints_at(args.checkpoint)
+    if not checkpoints:
         raise ConfigError(f"no checkpoints in {args.checkpoint}")
-    one, manifest = found[0], found[0].manifest
+    checkpoint, manifest = checkpoints[0], checkpoints[0].manifest
     if args.json:
         files = (
             {name: {"bytes": entry.bytes, "xxh3_128": entry.xxh3_128} for name, entry in manifest.files.items()}
@@ -34,24 +34,24 @@ def main(args: Namespace) -> int:
         )
         print_json(
             {
-                **as_dict(one),
+                **as_dict(checkpoint),
                 "files": files,
                 "parent": manifest.parent if manifest else None,
                 "versions": dict(manifest.versions) if manifest else None,
                 "world_size": manifest.world_size if manifest else None,
             }
         )
-        return 1 if one.problem else 0
+        return 1 if checkpoint.problem else 0
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="bold")
     table.add_column()
     rows = [
-        ("path", str(one.path)),
-        ("step", str(one.step)),
-        ("size", format_size(one.bytes)),
-        ("saved", one.created.isoformat()),
+        ("path", str(checkpoint.path)),
+        ("step", str(checkpoint.step)),
+        ("size", format_size(checkpoint.bytes)),
+        ("saved", checkpoint.created.isoformat()),
     ]
-    rows.append(("state", one.problem or ("valid" if manifest else "no manifest (written by other tools)")))
+    rows.append(("state", checkpoint.problem or ("valid" if manifest else "no manifest (written by other tools)")))
     if manifest:
         rows += [
             ("epoch", "" if manifest.epoch is None else f"{manifest.epoch:g}"),
@@ -65,4 +65,4 @@ def main(args: Namespace) -> int:
     for key, value in rows:
         table.add_row(key, value)
     data.print(table)
-    return 1 if one.problem else 0
+    return 1 if checkpoint.problem else 0

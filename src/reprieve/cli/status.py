@@ -1,6 +1,6 @@
-"""`reprieve status`: the runs of this machine, or one of them in full.
+"""`reprieve status`: shows the runs of this machine, or one of them in full.
 
-Goodput is the part of the time since the first start in which the run trained and kept what it did.
+Goodput is the share of the time since the first start that ended up in trained steps.
 
 examples:
   reprieve status
@@ -39,101 +39,101 @@ def arguments(parser: ArgumentParser) -> None:
 
 def main(args: Namespace) -> int:
     runs = Runs()
-    found = [runs.find(args.run)] if args.run is not None else runs.all()
+    records = [runs.find(args.run)] if args.run is not None else runs.all()
     if args.json:
-        shown = [as_dict(one) for one in found]
+        shown = [as_dict(record) for record in records]
         print_json(shown[0] if args.run is not None else shown)
         return 0
-    if not found:
+    if not records:
         talk.print("no run was started here yet: reprieve run python train.py")
         return 0
-    data.print(_all(found) if args.run is None else _one(found[0]))
+    data.print(_table(records) if args.run is None else _details(records[0]))
     return 0
 
 
-def as_dict(one: RunRecord) -> dict[str, Any]:
+def as_dict(record: RunRecord) -> dict[str, Any]:
     return {
-        "name": one.name,
-        "state": one.state_now,
-        "reason": one.reason,
-        "exit_code": one.exit_code,
-        "command": one.command,
-        "folder": one.folder,
-        "pid": one.pid if one.alive else None,
-        "step": one.step,
-        "done": one.done,
-        "eta_s": one.eta_s if one.state_now == RunState.RUNNING else None,
-        "attempts": len(one.attempts),
-        "restarts": one.restarts,
-        "checkpoints": one.checkpoints,
-        "checkpoint_step": one.checkpoint_step,
-        "checkpoint_at": _iso(one.checkpoint_at),
-        "updated": _iso(one.updated),
-        "time": time_spent(one.attempts, _until(one)).as_dict(),
+        "name": record.name,
+        "state": record.state_now,
+        "reason": record.reason,
+        "exit_code": record.exit_code,
+        "command": record.command,
+        "folder": record.folder,
+        "pid": record.pid if record.alive else None,
+        "step": record.step,
+        "done": record.done,
+        "eta_s": record.eta_s if record.state_now == RunState.RUNNING else None,
+        "attempts": len(record.attempts),
+        "restarts": record.restarts,
+        "checkpoints": record.checkpoints,
+        "checkpoint_step": record.checkpoint_step,
+        "checkpoint_at": _iso(record.checkpoint_at),
+        "updated": _iso(record.updated),
+        "time": time_spent(record.attempts, _until(record)).as_dict(),
     }
 
 
-def _all(found: list[RunRecord]) -> Table:
+def _table(records: list[RunRecord]) -> Table:
     table = Table(box=None, pad_edge=False)
     for heading in ("run", "state", "step", "done", "left", "checkpoint", "restarts", "goodput"):
         table.add_column(heading, justify="left" if heading in ("run", "state", "checkpoint") else "right")
-    for one in found:
+    for record in records:
         table.add_row(
-            one.name,
-            _state(one),
-            str(one.step),
-            "" if one.done is None else f"{one.done:.0%}",
-            _left(one),
-            _checkpoint(one),
-            str(one.restarts),
-            f"{time_spent(one.attempts, _until(one)).goodput:.0%}",
+            record.name,
+            _state(record),
+            str(record.step),
+            "" if record.done is None else f"{record.done:.0%}",
+            _remaining(record),
+            _checkpoint(record),
+            str(record.restarts),
+            f"{time_spent(record.attempts, _until(record)).goodput:.0%}",
         )
     return table
 
 
-def _one(one: RunRecord) -> Table:
-    used = time_spent(one.attempts, _until(one))
+def _details(record: RunRecord) -> Table:
+    used = time_spent(record.attempts, _until(record))
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="bold")
     table.add_column()
     rows: list[tuple[str, str | Text]] = [
-        ("run", one.name),
-        ("state", _state(one)),
-        ("command", " ".join(one.command)),
-        ("folder", one.folder),
-        ("step", f"{one.step}" + (f" ({one.done:.0%})" if one.done is not None else "")),
-        ("left", _left(one)),
-        ("checkpoint", _checkpoint(one)),
-        ("checkpoints", one.checkpoints or ""),
-        ("starts", f"{len(one.attempts)}, {one.restarts} of them after a failure"),
+        ("run", record.name),
+        ("state", _state(record)),
+        ("command", " ".join(record.command)),
+        ("folder", record.folder),
+        ("step", f"{record.step}" + (f" ({record.done:.0%})" if record.done is not None else "")),
+        ("left", _remaining(record)),
+        ("checkpoint", _checkpoint(record)),
+        ("checkpoints", record.checkpoints or ""),
+        ("starts", f"{len(record.attempts)}, {record.restarts} of them after a failure"),
         ("goodput", f"{used.goodput:.1%} of {format_duration(used.wall)}"),
     ]
     rows += [(f"  lost to {cause}", format_duration(seconds)) for cause, seconds in used.lost.items()]
-    for key, value in [*rows, ("last words", one.reason)]:
+    for key, value in [*rows, ("exit message", record.reason)]:
         if value:
             table.add_row(key, value)
     return table
 
 
-def _until(one: RunRecord) -> float:
-    """A run whose launcher is gone spends no more time: it was stopped, and nobody has said that it will go on."""
-    return time.time() if one.alive else one.updated
+def _until(record: RunRecord) -> float:
+    """Return up to when to account for time. A run without a launcher spends no more time, as it may never resume."""
+    return time.time() if record.alive else record.updated
 
 
-def _state(one: RunRecord) -> Text:
-    return Text(one.state_now, _COLOURS.get(one.state_now, "yellow"))
+def _state(record: RunRecord) -> Text:
+    return Text(record.state_now, _COLOURS.get(record.state_now, "yellow"))
 
 
-def _left(one: RunRecord) -> str:
-    return format_duration(one.eta_s) if one.eta_s is not None and one.state_now == RunState.RUNNING else ""
+def _remaining(record: RunRecord) -> str:
+    return format_duration(record.eta_s) if record.eta_s is not None and record.state_now == RunState.RUNNING else ""
 
 
-def _checkpoint(one: RunRecord) -> str:
-    if one.checkpoint_step is None:
+def _checkpoint(record: RunRecord) -> str:
+    if record.checkpoint_step is None:
         return ""
-    when = f", {ago(datetime.fromtimestamp(one.checkpoint_at, timezone.utc))}" if one.checkpoint_at else ""
-    return f"step {one.checkpoint_step}{when}"
+    when = f", {ago(datetime.fromtimestamp(record.checkpoint_at, timezone.utc))}" if record.checkpoint_at else ""
+    return f"step {record.checkpoint_step}{when}"
 
 
-def _iso(moment: float | None) -> str | None:
-    return datetime.fromtimestamp(moment, timezone.utc).isoformat(timespec="milliseconds") if moment else None
+def _iso(at: float | None) -> str | None:
+    return datetime.fromtimestamp(at, timezone.utc).isoformat(timespec="milliseconds") if at else None

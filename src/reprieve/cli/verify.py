@@ -1,7 +1,7 @@
-"""`reprieve verify`: read every byte of checkpoints and say whether they are what was saved.
+"""`reprieve verify`: reads every byte of checkpoints and reports whether they are what was saved.
 
-Exit 1 if any is not valid. Checkpoints that were set aside are known to be bad: they are left out, unless they are
-named or there is nothing else.
+Exit 1 if any is not valid. Quarantined checkpoints are known to be bad: they are left out, unless they are named or
+there are no others.
 
 example: reprieve verify checkpoints/checkpoint-500
 """
@@ -30,11 +30,11 @@ def arguments(parser: ArgumentParser) -> None:
 
 
 def main(args: Namespace) -> int:
-    found = checkpoints_at(args.target)
-    found = [one for one in found if not one.is_quarantined] or found
-    if not found:
+    checkpoints = checkpoints_at(args.target)
+    checkpoints = [checkpoint for checkpoint in checkpoints if not checkpoint.is_quarantined] or checkpoints
+    if not checkpoints:
         talk.print(f"no checkpoints in {args.target}")
-    results = [result for one in found if (result := _verify_one(one)) is not None]
+    results = [result for checkpoint in checkpoints if (result := _verify(checkpoint)) is not None]
     if args.json:
         print_json(results)
     for result in results if not args.json else ():
@@ -47,8 +47,8 @@ def main(args: Namespace) -> int:
     return 0 if all(result["problem"] is None for result in results) else 1
 
 
-def _verify_one(one: CheckpointInfo) -> dict[str, Any] | None:
-    """None if it is gone: a run that is training removes what it no longer wants."""
+def _verify(checkpoint: CheckpointInfo) -> dict[str, Any] | None:
+    """Verify a checkpoint. None: it is gone, as a running training prunes its checkpoints."""
     from reprieve.checkpoint.buffers.block_pool import BlockPool
     from reprieve.checkpoint.folder.retention import reading
     from reprieve.checkpoint.folder.verify import verify as verify_checkpoint
@@ -60,19 +60,25 @@ def _verify_one(one: CheckpointInfo) -> dict[str, Any] | None:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    problem = one.problem
+    problem = checkpoint.problem
     start = time.monotonic()
     if problem is None:
-        with reading(one.path), Progress(*columns, console=talk, transient=True) as bar:
-            task = bar.add_task(one.path.name, total=one.bytes)
+        with reading(checkpoint.path), Progress(*columns, console=talk, transient=True) as bar:
+            task = bar.add_task(checkpoint.path.name, total=checkpoint.bytes)
             try:
-                verify_checkpoint(one.path, BlockPool(), progress=lambda count: bar.advance(task, count))
+                verify_checkpoint(checkpoint.path, BlockPool(), progress=lambda count: bar.advance(task, count))
             except InvalidCheckpoint as error:
                 problem = error.reason
             except OSError as error:
                 problem = f"cannot be read: {error.strerror}"
-    if problem is not None and not os.path.lexists(one.path):
-        talk.print(f"{one.path} is left out: it was removed meanwhile")
+    if problem is not None and not os.path.lexists(checkpoint.path):
+        talk.print(f"{checkpoint.path} was removed meanwhile: left out")
         return None
     seconds = time.monotonic() - start
-    return {"path": str(one.path), "step": one.step, "bytes": one.bytes, "seconds": seconds, "problem": problem}
+    return {
+        "path": str(checkpoint.path),
+        "step": checkpoint.step,
+        "bytes": checkpoint.bytes,
+        "seconds": seconds,
+        "problem": problem,
+    }

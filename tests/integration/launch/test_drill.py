@@ -64,7 +64,7 @@ def test_the_table(lab: Lab) -> None:
     shown = lab.reprieve("drill", "--grace-period", "60s", "--steps", "2", *lab.python(steps=500, step_s=0.05))
     for words in ("signal → all ranks at one step", "→ durable", "margin", "state equal, bit for bit", "survives"):
         assert words in shown.out, str(shown)
-    assert "the job, to see where its checkpoints are" in shown.err
+    assert "the job to find the folder of its checkpoints" in shown.err
     assert not (lab.job / "checkpoints").exists()
 
 

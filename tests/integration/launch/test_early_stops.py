@@ -72,7 +72,7 @@ def test_sigterm_to_one_process_is_a_stop(lab: Lab, way: str, rank: int, moment:
     assert ended.code == 143, str(ended)
     run = lab.only_run()
     assert (run["state"], run["restarts"], run["attempts"]) == ("preempted", 0, 1)
-    assert lab.last_words().startswith("stopped by SIGTERM")
+    assert lab.exit_message().startswith("stopped by SIGTERM")
     assert "Traceback" not in ended.err, str(ended)
 
 
@@ -98,7 +98,7 @@ def test_a_stop_before_the_first_step_names_what_the_next_start_resumes_from(lab
         until((lab.job / "pid-0").exists, launched)
         launched.terminate()
         ended = launched.wait()
-        assert ended.code == 143 and lab.last_words().endswith(expected), str(ended)
+        assert ended.code == 143 and lab.exit_message().endswith(expected), str(ended)
         assert "is not protected" not in ended.err
         (lab.job / "pid-0").unlink()
         if not list(lab.job.glob("checkpoints/checkpoint-*")):

@@ -36,7 +36,7 @@ def test_a_script_that_ignores_the_signal(lab: Lab) -> None:
     assert 1.5 < time.monotonic() - told < 2.0
     assert ended.code == 143
     assert "the grace period is over and the job still runs: killing it" in ended.err
-    assert "It did not end in time, and was killed" in lab.last_words()
+    assert "It did not end in time and was killed" in lab.exit_message()
     assert not processes_with(str(script))
 
 
@@ -55,7 +55,7 @@ def test_a_script_that_always_fails_at_one_step(lab: Lab) -> None:
     ended = lab.run(lab.python(steps=10, crash_at=5, every=3), "--max-restarts", "20")
     assert ended.code == 1, str(ended)
     assert ended.err.count("RuntimeError: it always fails at step 5") == 3
-    assert "no progress: 3 attempts in a row ended at step 5 or before" in lab.last_words()
+    assert "no progress: 3 attempts in a row ended at step 5 or before" in lab.exit_message()
     one = lab.only_run()
     assert (one["state"], one["restarts"], one["attempts"]) == ("failed", 2, 3)
 
@@ -63,7 +63,7 @@ def test_a_script_that_always_fails_at_one_step(lab: Lab) -> None:
 def test_a_script_that_exits_with_0_before_it_has_finished(lab: Lab) -> None:
     ended = lab.run(lab.python(steps=10, leave_at=4), "--max-restarts", "3")
     assert ended.code == 1, str(ended)
-    assert "the script ended with 0 at step 4, and its training is not finished" in lab.last_words()
+    assert "the script ended with 0 at step 4, but its training is not finished" in lab.exit_message()
     assert lab.only_run()["restarts"] == 0
 
 
@@ -74,7 +74,7 @@ def test_a_rank_that_is_killed(lab: Lab, ranks: int, code: int) -> None:
     command = lab.python(**options) if ranks == 1 else lab.torchrun(ranks, **options)
     ended = lab.run(command)
     assert ended.code == code, str(ended)
-    assert re.search("at step [78]$", lab.last_words())
+    assert re.search("at step [78]$", lab.exit_message())
     assert not processes_with(str(lab.job))
     options.pop("kill_at")
     again = lab.run(lab.python(**options) if ranks == 1 else lab.torchrun(ranks, **options))

@@ -64,8 +64,8 @@ def test_stopped_and_started_again(lab: Lab, way: str, undisturbed: Callable[[in
     ended = launched.wait()
     assert ended.code == 143, str(ended)
     stopped_at = lab.steps()
-    assert f"saved at step {stopped_at}" in lab.last_words() and lab.last_words() in ended.err, str(ended)
-    assert ended.err.endswith(f"reprieve: {lab.last_words()}\n"), "the line that matters is the last"
+    assert f"saved at step {stopped_at}" in lab.exit_message() and lab.exit_message() in ended.err, str(ended)
+    assert ended.err.endswith(f"reprieve: {lab.exit_message()}\n"), "the line that matters is the last"
     assert ended.err.count("reprieve: saved step") == ended.err.count("saved step") == 1, "once, not once a rank"
     assert "Traceback" not in ended.err, str(ended)
     one = lab.only_run()
@@ -114,7 +114,7 @@ def test_a_checkpoint_of_another_model_needs_a_person(lab: Lab) -> None:
     for way in ("python", "torchrun 3", "accelerate"):
         ended = lab.run(WAYS[way][1](lab, lab.options(steps=5, width=8)), "--max-restarts", "3")
         assert ended.code == 42, f"{way}: {ended}"
-        assert "permanent failure, restarting will not help: StateMismatch" in lab.last_words()
+        assert "permanent failure, restarting will not help: StateMismatch" in lab.exit_message()
     bare = subprocess.run(lab.python(steps=5, width=8), env=lab.env, capture_output=True, text=True, timeout=60)
     assert bare.returncode == 42, bare.stderr
 
@@ -125,7 +125,7 @@ def test_nothing_valid_to_resume_from_needs_a_person(lab: Lab) -> None:
         path.write_bytes(path.read_bytes()[:-100] + bytes(100))
     ended = lab.run(lab.python(steps=5), "--max-restarts", "3")
     assert ended.code == 42, str(ended)
-    assert "permanent failure, restarting will not help: NoValidCheckpoint" in lab.last_words()
+    assert "permanent failure, restarting will not help: NoValidCheckpoint" in lab.exit_message()
     assert lab.run(lab.python(steps=5), "--fresh").code == 0
 
 
@@ -134,7 +134,7 @@ def test_a_failure_is_the_commands_own(lab: Lab) -> None:
     for way, code in (("python", 1), ("torchrun 2", 1), ("accelerate", 1)):
         ended = lab.run(WAYS[way][1](lab, lab.options(steps=5, crash_at=2)))
         assert ended.code == code, f"{way}: {ended}"
-        assert lab.last_words() == "failed with exit code 1 at step 2"
+        assert lab.exit_message() == "failed with exit code 1 at step 2"
     assert lab.run([sys.executable, "-c", "raise SystemExit(7)"]).code == 7
 
 
@@ -171,7 +171,7 @@ def test_torchrun_waits_for_a_save_of_more_than_30_seconds(lab: Lab) -> None:
     launched.terminate()
     told = time.monotonic()
     ended = launched.wait()
-    assert ended.code == 143 and f"saved at step {lab.steps()}" in lab.last_words(), str(ended)
+    assert ended.code == 143 and f"saved at step {lab.steps()}" in lab.exit_message(), str(ended)
     assert 30 < time.monotonic() - told < 60
 
 

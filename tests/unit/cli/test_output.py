@@ -74,7 +74,7 @@ def test_one_that_is_removed_meanwhile_is_left_out(
     assert execute(["verify", "--json", str(tmp_path)]) == 0
     told = capsys.readouterr()
     assert [one["step"] for one in json.loads(told.out)] == [3, 1]
-    assert told.err.strip() == f"{tmp_path}/checkpoint-2 is left out: it was removed meanwhile"
+    assert told.err.strip() == f"{tmp_path}/checkpoint-2 was removed meanwhile: left out"
 
 
 @pytest.mark.usefixtures("wide")

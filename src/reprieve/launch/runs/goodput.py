@@ -61,13 +61,13 @@ def time_spent(attempts: Sequence[AttemptRecord], now: float) -> TimeSpent:
     begin = at = attempts[0].launched
     trained, lost, previous_cause = 0.0, dict[str, float](), FIRST_START
 
-    def spend_until(moment: float | None, cause: str | None) -> None:
-        """Attribute the time up to `moment` to a cause; None: to training.
+    def spend_until(until: float | None, cause: str | None) -> None:
+        """Attribute the time up to `until` to a cause; None: to training.
 
         Clocks get adjusted, and those of two processes differ: time never goes back here.
         """
         nonlocal at, trained
-        seconds = max(0.0, (at if moment is None else moment) - at)
+        seconds = max(0.0, (at if until is None else until) - at)
         at += seconds
         if cause is None:
             trained += seconds
