@@ -23,7 +23,7 @@ from reprieve.data.loader_rng import LoaderRng, restore_global
 from reprieve.data.positions import LoaderPosition, PassPosition
 from reprieve.data.redistribution import SampleRedistribution
 from reprieve.data.replay import NO_STATE, replay
-from reprieve.data.worker_processes import end_processes, track_children
+from reprieve.data.workers.processes import end_processes, track_children
 from reprieve.rng import capture_rng
 
 

@@ -1,7 +1,7 @@
 """A torch DataLoader as a source of passes (torch_pass.py).
 
 A pass does not iterate the user's loader but a copy with some attributes replaced: the sampler (resumable_sampler.py),
-and with workers `collate_fn` and `worker_init_fn` (worker_state.py). The copy's batches, and all that it draws from
+and with workers `collate_fn` and `worker_init_fn` (workers/state.py). The copy's batches, and all that it draws from
 generators, are those of the original. The source keeps what outlives a pass: persistent workers, and the loader's own
 generators.
 """
@@ -24,8 +24,8 @@ from reprieve.data.positions import DatasetPosition, LoaderPosition, PassPositio
 from reprieve.data.redistribution import SampleRedistribution, attributes_after
 from reprieve.data.resumable_sampler import ResumableSampler, SkipPlan
 from reprieve.data.torch_pass import TorchLoaderPass
-from reprieve.data.worker_processes import end_processes, track_children
-from reprieve.data.worker_state import ReportingCollate, WorkerInit, WorkerStates
+from reprieve.data.workers.processes import end_processes, track_children
+from reprieve.data.workers.state import ReportingCollate, WorkerInit, WorkerStates
 
 log = logging.getLogger("reprieve")
 

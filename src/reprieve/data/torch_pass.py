@@ -26,7 +26,7 @@ from reprieve.data.positions import DatasetPosition, FetchedAhead, PassPosition,
 from reprieve.data.redistribution import independent_readers, samples_per_batch
 from reprieve.data.replay import NO_STATE, replay
 from reprieve.data.resumable_sampler import SkipPlan
-from reprieve.data.worker_state import WorkerBatch, WorkerStates
+from reprieve.data.workers.state import WorkerBatch, WorkerStates
 from reprieve.rng import RngSnapshot, capture_rng, snapshot_rng
 
 if TYPE_CHECKING:

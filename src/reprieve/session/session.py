@@ -24,7 +24,7 @@ from reprieve.checkpoint.checkpointer import Checkpointer
 from reprieve.checkpoint.results import Restored, Save
 from reprieve.clock import Clock
 from reprieve.console import show_logs
-from reprieve.data import worker_signals
+from reprieve.data.workers import signals as worker_signals
 from reprieve.errors import RankFailed, RanksError, ReprieveError, StorageError
 from reprieve.preemption.deadline import resolve_grace_period
 from reprieve.preemption.process_exit import Preempted, process_exit

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from reprieve.data import worker_signals
+from reprieve.data.workers import signals as worker_signals
 from reprieve.data.resumable_loader import ResumableLoader
 from tests.support.data_kit import Augmented, Plain, RandomCollator, bare, same, through
 from tests.support.places import ROOT
@@ -110,7 +110,7 @@ def test_workers_survive_it_while_they_start() -> None:
         import os, signal, sys, threading, time
         from torch.utils.data import DataLoader
         from tests.unit.data.test_workers import WorkerPids
-        from reprieve.data import worker_signals
+        from reprieve.data.workers import signals as worker_signals
         from reprieve.data.resumable_loader import ResumableLoader
         worker_signals.shield([signal.SIGTERM])
         signal.signal(signal.SIGTERM, lambda *_: None)
@@ -157,7 +157,7 @@ def test_a_program_ends_though_its_workers_ignore_sigterm(dataset: str) -> None:
         import signal, sys
         from torch.utils.data import DataLoader
         from tests.unit.data.test_workers import Plain, Stuck
-        from reprieve.data import worker_signals
+        from reprieve.data.workers import signals as worker_signals
         from reprieve.data.resumable_loader import ResumableLoader
         worker_signals.shield([signal.SIGTERM])
         source = ResumableLoader(DataLoader({dataset}(), num_workers=2, persistent_workers=True))

@@ -13,7 +13,7 @@ import signal
 from typing import Any, TypeVar
 
 from reprieve.adapters.transformers.protection import protection_of
-from reprieve.data import worker_signals
+from reprieve.data.workers import signals as worker_signals
 from reprieve.preemption.signals import signal_watch
 from reprieve.preemption.stop_listener import signal_number
 

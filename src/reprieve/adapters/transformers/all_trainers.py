@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from reprieve.adapters.transformers.patching import given
-from reprieve.data import worker_signals
+from reprieve.data.workers import signals as worker_signals
 from reprieve.preemption.signals import signal_watch
 from reprieve.progress.report import PROTECTED, report_process
 from reprieve.storage.uri import DRILL, for_run

@@ -3,7 +3,7 @@
 A scheduler, and torchrun, signal the whole process group. A process that has lost its workers cannot finish its step or
 its evaluation, and would end with an error instead of a checkpoint. So workers start with these signals blocked, and
 ignore them from then on, whatever they read: training data, evaluation data, or data for a loader that the script made
-itself. `worker_processes.py` ends them.
+itself. `workers/processes.py` ends them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from reprieve.data.worker_processes import track_children
+from reprieve.data.workers.processes import track_children
 
 _TORCHDATA = ("torchdata.stateful_dataloader.stateful_dataloader", "_StatefulMultiProcessingDataLoaderIter")
 _PATCHED = "_reprieve_real_init"

@@ -1,6 +1,6 @@
 """Ends the worker processes of DataLoaders.
 
-Workers ignore the signals that stop a run (worker_signals.py). So `Process.terminate` does not end them, and
+Workers ignore the signals that stop a run (workers/signals.py). So `Process.terminate` does not end them, and
 multiprocessing would wait for them forever at the exit of the program. This module asks them to exit, and sends SIGKILL
 to those that do not.
 """
