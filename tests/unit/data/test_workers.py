@@ -18,8 +18,8 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from reprieve.data.workers import signals as worker_signals
 from reprieve.data.resumable_loader import ResumableLoader
+from reprieve.data.workers import signals as worker_signals
 from tests.support.data_kit import Augmented, Plain, RandomCollator, bare, same, through
 from tests.support.places import ROOT
 
