@@ -3,8 +3,8 @@
     dcp.save(state, storage_writer=StorageWriter("checkpoints/step-100"))
     dcp.load(state, storage_reader=StorageReader("checkpoints/step-100"))
 
-DCP decides what is saved and by whom; Reprieve decides how it reaches the disk: direct I/O, a checksum for each block,
-and a checkpoint that becomes visible only when it is whole and durable. The files are DCP's own (`.distcp` and
+DCP decides which rank saves what; Reprieve decides how it reaches the disk: direct I/O, a checksum for each block, and
+a checkpoint that becomes visible only when it is complete and durable. The files are DCP's own (`.distcp` and
 `.metadata`): stock DCP loads them, and the reader loads stock ones. See docs/dcp.md.
 """
 

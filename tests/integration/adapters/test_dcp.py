@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import errno
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from reprieve import testing
 from reprieve.checkpoint.buffers.block_pool import BlockPool
 from reprieve.checkpoint.folder.verify import verify
-from reprieve.testing import FullDisk, run_ranks, values
+from reprieve.testing import FullDisk, values
 from tests.support.jobs import dcp_jobs as ranks
 
 pytestmark = pytest.mark.fsdp
 
+run_ranks = partial(testing.run_ranks, modules=[ranks.__name__])
 BOTH_WAYS = {"ours by stock": True, "stock by ours": True, "ours by ours": True}
 
 
@@ -101,20 +104,20 @@ def test_saved_on_some_ranks_loaded_on_others(
 @pytest.mark.parametrize("code", ["EIO", "ENOSPC"])
 def test_a_rank_that_fails_fails_the_save_on_all(failing: int, code: str, on_2: list[dict[str, Any]]) -> None:
     for found in (result[f"fails {failing} {code}"] for result in on_2):
-        assert f"(RANK {failing})" in found["said"]
-        assert ("StorageFull: no room" if code == "ENOSPC" else "StorageError: ") in found["said"]
-        assert found["there"] == ["last"], "what was written of the new one is gone"
+        assert f"(RANK {failing})" in found["message"]
+        assert ("StorageFull: not enough space" if code == "ENOSPC" else "StorageError: ") in found["message"]
+        assert found["names"] == ["last"], "nothing of the new one is left"
         assert found["loaded"] == 1
 
 
-def test_a_disk_without_room_is_noticed_before_the_first_byte(on_2: list[dict[str, Any]]) -> None:
+def test_a_full_disk_is_noticed_before_the_first_byte(on_2: list[dict[str, Any]]) -> None:
     for found in (result["full"] for result in on_2):
-        assert "(RANK 1)" in found["said"] and "StorageFull" in found["said"]
-        assert "50.3 MB needed" in found["said"] and "free" in found["said"]
-        assert (found["there"], found["loaded"]) == (["last"], 1)
+        assert "(RANK 1)" in found["message"] and "StorageFull" in found["message"]
+        assert "50.3 MB needed" in found["message"] and "free" in found["message"]
+        assert (found["names"], found["loaded"]) == (["last"], 1)
 
 
-def test_a_bad_block_of_one_rank_is_told_to_all(on_2: list[dict[str, Any]]) -> None:
+def test_a_damaged_block_of_one_rank_is_raised_on_all(on_2: list[dict[str, Any]]) -> None:
     for found in (result["damage"] for result in on_2):
         assert "(RANK 1)" in found["block"] and "(RANK 0)" not in found["block"], "rank 0 needs nothing of it"
         assert "InvalidCheckpoint" in found["block"]
@@ -134,7 +137,7 @@ def test_a_rank_that_dies_leaves_the_old_one(dying: int, at: str, nth: int, tmp_
     results = run_ranks(2, ranks.save_and_die, path, dying, at, nth, group_timeout="10s", timeout="120s")
     assert results[dying].signal == signal.SIGKILL
     assert results[1 - dying].value not in ("saved", None), "the other rank got an error"
-    assert sorted(one.name for one in tmp_path.iterdir()) == [".last.saving", "last"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == [".last.saving", "last"]
     after = {
         "load": (ranks.load_numbered, path),
         "other": (ranks.save_again, tmp_path / "other", 2),
@@ -142,6 +145,6 @@ def test_a_rank_that_dies_leaves_the_old_one(dying: int, at: str, nth: int, tmp_
     }
     for found in values(run_ranks(2, ranks.together, after, timeout="120s")):
         assert found["load"] == 1
-        # What the dead left goes with the next save under any name; what was whole, with the next under its own.
+        # The next save removes an incomplete leftover, whatever its name; a complete one, only a save of its own name.
         assert found["other"] == ([".last.saving", "last", "other"] if at == "rename" else ["last", "other"], 2)
         assert found["again"] == (["last", "other"], 3)

@@ -1,4 +1,4 @@
-"""What the ranks of the DCP tests do, in processes of their own: models over several meshes, saves, loads, faults."""
+"""What the rank processes of the DCP tests run: models on several meshes, saves, loads and faults."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MESHES = {"fsdp": (-1,), "hsdp": (2, 2), "2d": (2, 2), "none": ()}
 
 
 class Net(nn.Module):
-    """Shapes that no number of ranks divides, and one with fewer rows than there are ranks."""
+    """A model with shapes that no number of ranks divides, and one with fewer rows than ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Net(nn.Module):
 
 
 def build(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model on the mesh, and an optimizer that has stepped."""
+    """Build a model on the mesh, and an optimizer that has done a step."""
     torch.manual_seed(seed)
     model = Net()
     if kind != "none":
@@ -86,14 +86,14 @@ def restore(model: nn.Module, optimizer: torch.optim.Optimizer, reader: Any) -> 
 
 
 def quietly(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """DCP warns when there is one process, and logs what it then raises."""
+    """Call without warnings: DCP warns if there is a single process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return function(*args, **kwargs)
 
 
 def local(tree: Any) -> Any:
-    """What this rank holds, for comparisons."""
+    """Return what this rank holds, for comparisons."""
     if isinstance(tree, dict):
         return {key: local(value) for key, value in tree.items()}
     if isinstance(tree, DTensor):
@@ -102,7 +102,7 @@ def local(tree: Any) -> Any:
 
 
 def whole(tree: Any) -> Any:
-    """What all ranks together hold. A collective."""
+    """Return what all ranks together hold. A collective."""
     if isinstance(tree, dict):
         return {key: whole(value) for key, value in tree.items()}
     if isinstance(tree, DTensor):
@@ -120,19 +120,19 @@ def bits(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def together(calls: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """Several scenarios in the same processes: to import DTensor takes longer than all of them."""
+    """Run several scenarios in the same processes: importing DTensor takes longer than all of them."""
     found: dict[str, Any] = {}
     for name, (function, *args) in calls.items():
         try:
             found[name] = function(*args)
-        except Exception:  # noqa: BLE001 - shown by the test that asks for it
+        except Exception:  # noqa: BLE001 - the test of this scenario shows it
             found[name] = traceback.format_exc()
         dist.barrier()
     return found
 
 
 def write_and_read_both_ways(top: Path, kind: str) -> dict[str, bool]:
-    """Ours by stock, stock by ours, ours by ours."""
+    """Load Reprieve's checkpoint with stock DCP, and stock's and Reprieve's with Reprieve."""
     saved = state_of(*build(kind, seed=1))
     quietly(dcp.save, saved, storage_writer=StorageWriter(top / "ours"))
     quietly(dcp.save, saved, checkpoint_id=top / "stock")
@@ -143,7 +143,7 @@ def write_and_read_both_ways(top: Path, kind: str) -> dict[str, bool]:
         "ours by ours": StorageReader(top / "ours"),
     }.items():
         other = build(kind, seed=2)
-        assert local(state_of(*other)) != local(saved), "there would be nothing to see"
+        assert local(state_of(*other)) != local(saved), "the load would change nothing"
         found[name] = local(restore(*other, reader)) == local(saved)
     return found
 
@@ -159,7 +159,7 @@ def read(top: Path, names: list[str], kind: str) -> dict[str, Any]:
 
 
 def plain(rank: int, number: int) -> dict[str, Any]:
-    """A state with something of each rank's own, without a model: 3 blocks a rank."""
+    """Return a state without a model, to which each rank adds 3 blocks."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     generator = torch.Generator().manual_seed(100 * number + rank)
     own = torch.randint(0, 256, (3, 2**24 + 5), generator=generator, dtype=torch.uint8)
@@ -172,7 +172,7 @@ def save_numbered(path: Path, number: int, disk: Disk | None = None) -> None:
 
 
 def load_numbered(path: Path, reader: Any = None) -> int:
-    """Which of the numbered states it is, whole."""
+    """Load the checkpoint, assert that it is one of the numbered states, and return its number."""
     state = plain(dist.get_rank(), 0)
     quietly(dcp.load, state, storage_reader=reader or StorageReader(path))
     assert local(state) == local(plain(dist.get_rank(), state["number"]))
@@ -181,16 +181,16 @@ def load_numbered(path: Path, reader: Any = None) -> int:
 
 
 def fail_then_load(path: Path, failing: int, disk: Callable[..., Disk], *args: Any) -> dict[str, Any]:
-    """An older checkpoint, and a save over it that fails on one rank, which has that disk."""
+    """Overwrite a checkpoint with a save that fails on one rank, which has that disk; then load it."""
     save_numbered(path, 1)
-    said = error_of(save_numbered, path, 2, disk(*args) if dist.get_rank() == failing else None)
+    message = error_of(save_numbered, path, 2, disk(*args) if dist.get_rank() == failing else None)
     dist.barrier()
     loaded = load_numbered(path, dcp.FileSystemReader(path))
-    return {"said": said, "there": sorted(os.listdir(path.parent)), "loaded": loaded}
+    return {"message": message, "names": sorted(os.listdir(path.parent)), "loaded": loaded}
 
 
 def damage_then_load(path: Path) -> dict[str, str]:
-    """A bit of rank 1's file, then all of `.metadata`."""
+    """Flip a bit of rank 1's file, then empty `.metadata`; return the errors of the loads."""
     save_numbered(path, 1)
     if dist.get_rank() == 0:
         flip(path / "__1_0.distcp", 8 * (2 * BLOCK_BYTES + 12345))
@@ -211,7 +211,7 @@ def flip(path: Path, bit: int) -> None:
 
 
 def error_of(function: Any, *args: Any) -> str:
-    """What DCP raised: the errors of all ranks."""
+    """Return the message that DCP raised, with the errors of all ranks."""
     try:
         function(*args)
     except dcp.CheckpointException as error:
@@ -224,7 +224,7 @@ def save_and_die(path: Path, dying: int, at: str, nth: int) -> str:
     disk = Dies(at, nth) if dist.get_rank() == dying else None
     try:
         save_numbered(path, 2, disk)
-    except BaseException as error:  # noqa: BLE001 - gloo's, or DCP's
+    except BaseException as error:  # noqa: BLE001 - an error of gloo or DCP
         return type(error).__name__
     return "saved"
 
@@ -236,7 +236,7 @@ def save_again(path: Path, number: int) -> tuple[list[str], int]:
 
 
 def save_asynchronously(path: Path, kind: str) -> dict[str, int]:
-    """The state changes as soon as async_save returns."""
+    """Save in the background, and change the state as soon as async_save returns."""
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
     state = plain(dist.get_rank(), 3)
@@ -249,34 +249,34 @@ def save_asynchronously(path: Path, kind: str) -> dict[str, int]:
 
 
 class BreaksAtWrite(Disk):
-    """The n-th write fails, and all after it."""
+    """A disk whose n-th write fails, and all after it."""
 
     def __init__(self, nth: int, code: int) -> None:
-        self.left = nth
+        self.remaining = nth
         self.code = code
 
     def write(self, file: OpenFile, data: memoryview, offset: int) -> None:
-        self.left -= 1
-        if self.left <= 0:
+        self.remaining -= 1
+        if self.remaining <= 0:
             raise OSError(self.code, os.strerror(self.code), str(file.path))
         super().write(file, data, offset)
 
 
 class Dies(Disk):
-    """SIGKILL before the n-th time that a verb is used, or before any n-th change."""
+    """A disk that kills the process before the n-th use of a verb, or before the n-th change of any kind."""
 
     VERBS = ("make_folder", "create", "write", "truncate", "flush", "flush_folder", "rename", "remove", "remove_folder")
 
     def __init__(self, verb: str, nth: int, report: int | None = None) -> None:
         self.verb = verb
-        self.left = nth
+        self.remaining = nth
         self.report = report
         self.lock = threading.Lock()
 
     def _about_to(self, verb: str) -> None:
         with self.lock:
-            self.left -= self.verb in (verb, "any")
-            if self.left <= 0 and self.verb in (verb, "any"):
+            self.remaining -= self.verb in (verb, "any")
+            if self.remaining <= 0 and self.verb in (verb, "any"):
                 if self.report is not None:
                     os.write(self.report, verb.encode())
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -1,1 +1,1 @@
-"""PyTorch DCP's StorageWriter and StorageReader on the checkpoint engine. The public names are in `reprieve.dcp`."""
+"""PyTorch DCP's StorageWriter and StorageReader on the checkpoint engine. `reprieve.dcp` is the public API."""

@@ -1,7 +1,8 @@
-"""One item of a `.distcp` file that has to be opened to be understood: a stock one, or more than plain bytes.
+"""Opens the archive of one item in a `.distcp` file, where `.metadata` does not say where the tensor's bytes are.
 
-Our own writer says in `.metadata` where a plain tensor's bytes are. Otherwise the item's archive is read as a torch
-file of its own: its directory and its pickle tell, and nothing in the pickle is run that `weights_only` would refuse.
+Reprieve's writer records that for plain tensors. Items of stock DCP, and tensors that are more than their bytes, are
+read as torch files: the archive's directory and pickle describe the tensor, and only what `weights_only` allows is
+unpickled. `saved_checkpoint.py` calls `open_item`.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from reprieve.checkpoint.restore.torch_reader import TorchFile
 from reprieve.errors import InvalidCheckpoint
 
 
-class Slice:
-    """Bytes [offset, offset + length) of a file, as if they were one. What `TorchFile` asks of a CheckpointFile."""
+class ItemSlice:
+    """Bytes [offset, offset + length) of a file, with the interface that `TorchFile` needs of a CheckpointFile."""
 
     def __init__(self, file: CheckpointFile, name: str, offset: int, length: int) -> None:
         self.name = f"{file.name} ({name})"
@@ -42,7 +43,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class PlainTensor:
-    """A tensor whose bytes lie in the slice whole and in row-major order."""
+    """A tensor whose bytes are in the slice, contiguous and in row-major order."""
 
     start: int
     dtype: torch.dtype
@@ -53,42 +54,43 @@ class PlainTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def open_item(piece: Slice) -> PlainTensor | torch.Tensor:
-    """Where the tensor's bytes are. If it is not a plain one: the tensor, and `piece.targets` are what fills it."""
-    archive = TorchFile(cast(CheckpointFile, piece))
+def open_item(item: ItemSlice) -> PlainTensor | torch.Tensor:
+    """Return where the tensor's bytes are; if it is not plain, the tensor itself, which `item.targets` will fill."""
+    archive = TorchFile(cast(CheckpointFile, item))
     keys: list[str] = []
 
-    def note(key: str, size: int, location: str) -> torch.UntypedStorage:
+    def record_key(key: str, size: int, location: str) -> torch.UntypedStorage:
         keys.append(key)
         return meta_storage(key, size, location)
 
     tensor: torch.Tensor | None
     try:
-        tensor = _tensor(piece, archive.load(note))
+        tensor = _tensor(item, archive.load(record_key))
     except InvalidCheckpoint:
-        tensor = None  # there are kinds that cannot be made without memory
+        tensor = None  # some kinds of tensors cannot be made on the meta device
     if tensor is not None and len(keys) == 1 and _is_row_major(tensor):
         start, stop = archive.range(f"data/{keys[0]}")
         start += int(tensor.storage_offset()) * tensor.element_size()
         if start + tensor.nbytes > stop:
-            raise piece.bad("has fewer bytes than its tensor needs")
+            raise item.bad("has fewer bytes than its tensor needs")
         return PlainTensor(start, tensor.dtype, tuple(tensor.shape))
 
-    def fresh(key: str, size: int, _location: str) -> torch.UntypedStorage:
-        if key not in made:
-            made[key] = torch.UntypedStorage(size)
-            archive.read_into(key, made[key])
-        return made[key]
+    storages: dict[str, torch.UntypedStorage] = {}
 
-    made: dict[str, torch.UntypedStorage] = {}
-    return _tensor(piece, archive.load(fresh))
+    def make_storage(key: str, size: int, _location: str) -> torch.UntypedStorage:
+        if key not in storages:
+            storages[key] = torch.UntypedStorage(size)
+            archive.read_into(key, storages[key])
+        return storages[key]
+
+    return _tensor(item, archive.load(make_storage))
 
 
-def _tensor(piece: Slice, loaded: Any) -> torch.Tensor:
+def _tensor(item: ItemSlice, loaded: Any) -> torch.Tensor:
     if not isinstance(loaded, torch.Tensor):
-        raise piece.bad(f"holds {type(loaded).__name__} where a tensor should be")
+        raise item.bad(f"holds {type(loaded).__name__} where a tensor should be")
     if loaded.layout is not torch.strided:
-        raise piece.bad("holds a sparse tensor, which DCP cannot load in parts")
+        raise item.bad("holds a sparse tensor, which DCP cannot load in parts")
     return loaded.detach()
 
 

@@ -1,8 +1,8 @@
-"""The items of a save plan become one file: each a whole `torch.save` archive, as in a stock `.distcp` file.
+"""Lays out the items of a save plan as one file: each is a whole `torch.save` archive, as in a stock `.distcp` file.
 
-An item's archive is laid out from its type and shape alone; its bytes are asked of the planner when the writer gets
-there, because a planner may make them on request (a cast, say) and all of them at once would not fit. Tensors are
-written in row-major order whatever their strides, and only what the item names, not the memory around it.
+The layout of an item follows from its dtype and shape alone. The writer gets the bytes from the planner only when it
+reaches them, because a planner may make them on request (a cast, for example) and all of them may not fit in memory.
+Tensors are written in row-major order whatever their strides, and without the rest of their storage.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from reprieve.checkpoint.format.torch_layout import layout_torch
 from reprieve.errors import StateError
 
 _ALIGNMENT = 64
-"""Items start at such multiples, and so do tensors inside of them: a reader may map them."""
+"""Items, and tensors inside them, start at multiples of this, so that a reader can map them."""
 
-_AROUND_BYTES = 1024
-"""What an archive has beside its tensor's bytes, rounded up. Also taken for an item of bytes: most hold one number."""
+_ARCHIVE_OVERHEAD_BYTES = 1024
+"""Bytes in an archive besides its tensor's, rounded up. Also the estimate for an item of bytes: most are a number."""
 
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 @dataclass(frozen=True, slots=True)
-class LaidOut:
-    """A file of items, and what DCP is to be told about each."""
+class ItemFile:
+    """A file of items, and the result of each for DCP."""
 
     layout: FileLayout
     results: list[WriteResult]
 
 
-def lay_out(name: str, plan: SavePlan, planner: SavePlanner) -> LaidOut:
-    """All items of a rank as one file. Nothing of the tensors is copied."""
+def layout_items(name: str, plan: SavePlan, planner: SavePlanner) -> ItemFile:
+    """Lay out all items of a rank as one file. No tensor is copied."""
     with collection_paused():
-        file = _File(name)
+        file = _ItemFileBuilder(name)
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO:
                 file.add_bytes(item, _bytes_of(planner.resolve_data(item)))
@@ -57,8 +57,8 @@ def lay_out(name: str, plan: SavePlan, planner: SavePlanner) -> LaidOut:
 
 
 def estimated_bytes(plan: SavePlan) -> int:
-    """What the plan will take on the disk, as far as can be told before anything is looked at."""
-    return sum(_AROUND_BYTES + _chunk_bytes(item) for item in plan.items)
+    """Estimate how many bytes the plan takes on disk, without resolving its items."""
+    return sum(_ARCHIVE_OVERHEAD_BYTES + _chunk_bytes(item) for item in plan.items)
 
 
 def _chunk_bytes(item: WriteItem) -> int:
@@ -69,21 +69,21 @@ def _chunk_bytes(item: WriteItem) -> int:
 
 def _bytes_of(data: Any) -> bytes:
     if not isinstance(data, io.BytesIO):
-        raise StateError(f"the planner gave {type(data).__name__} for an item of bytes; it should be io.BytesIO")
+        raise StateError(f"the planner returned {type(data).__name__} for an item of bytes; it should be io.BytesIO")
     return data.getvalue()
 
 
-def _add_tensor(file: _File, item: WriteItem, planner: SavePlanner) -> None:
+def _add_tensor(file: _ItemFileBuilder, item: WriteItem, planner: SavePlanner) -> None:
     tensor = _resolve(planner, item)
     if _is_plain(tensor):
-        described = item.tensor_data
-        as_described = (
-            described is not None
-            and described.properties.dtype == tensor.dtype
-            and tuple(described.chunk.sizes) == tuple(tensor.shape)
+        planned = item.tensor_data
+        is_as_planned = (
+            planned is not None
+            and planned.properties.dtype == tensor.dtype
+            and tuple(planned.chunk.sizes) == tuple(tensor.shape)
         )
-        file.add_tensor(item, tensor, _Resolved(planner, item, tensor), findable=as_described)
-    else:  # quantised, sparse, a subclass: more than its bytes, and for its own pickling to say what
+        file.add_tensor(item, tensor, _PlannedSource(planner, item, tensor), record_offset=is_as_planned)
+    else:  # quantized, sparse or a subclass: its own pickling saves more than its bytes
         stream = io.BytesIO()
         torch.save(tensor.cpu(), stream)
         file.add_bytes(item, stream.getvalue())
@@ -92,16 +92,18 @@ def _add_tensor(file: _File, item: WriteItem, planner: SavePlanner) -> None:
 def _resolve(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
     tensor = planner.resolve_data(item)
     if not isinstance(tensor, torch.Tensor):
-        raise StateError(f"{item.index.fqn}: the planner gave {type(tensor).__name__} for a tensor")
+        raise StateError(f"{item.index.fqn}: the planner returned {type(tensor).__name__} for a tensor")
     tensor = tensor.detach()
     if tensor.is_meta:
         raise StateError(f"{item.index.fqn} is on the meta device and has no data to save")
     return tensor
 
 
-def _gives_views(planner: SavePlanner) -> bool:
-    """DCP's own planner looks tensors up (0.1 ms each, so once is enough); another may make them, and then not all of
-    them should be in memory together."""
+def _returns_views(planner: SavePlanner) -> bool:
+    """Whether the planner returns views of live tensors, as DCP's own does.
+
+    These can be held: a lookup takes 0.1 ms. Another planner may make tensors, which must not all be in memory at once.
+    """
     names = ("resolve_data", "lookup_object", "transform_object")
     return isinstance(planner, DefaultSavePlanner) and all(
         getattr(type(planner), name) is getattr(DefaultSavePlanner, name) for name in names
@@ -116,60 +118,60 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-class _Resolved:
-    """The bytes of one item, from the planner, for as long as they are being copied."""
+class _PlannedSource:
+    """The bytes of one item, resolved by the planner and held only while they are copied."""
 
-    __slots__ = ("_found", "_item", "_planner", "_source", "_wanted")
+    __slots__ = ("_expected", "_item", "_planner", "_source", "_view")
 
     def __init__(self, planner: SavePlanner, item: WriteItem, like: torch.Tensor) -> None:
         self._planner = planner
         self._item = item
-        self._wanted = (like.dtype, like.shape)
-        self._found = like if _gives_views(planner) else None
+        self._expected = (like.dtype, like.shape)
+        self._view = like if _returns_views(planner) else None
         self._source: Source | None = None
 
     def copy(self, block: Block, at: int, start: int, stop: int) -> None:
         if self._source is None:
-            tensor = self._found if self._found is not None else _resolve(self._planner, self._item)
-            if (tensor.dtype, tensor.shape) != self._wanted:
-                raise StateError(f"{self._item.index.fqn} changed its type or shape while it was being saved")
+            tensor = self._view if self._view is not None else _resolve(self._planner, self._item)
+            if (tensor.dtype, tensor.shape) != self._expected:
+                raise StateError(f"{self._item.index.fqn} changed its dtype or shape while it was being saved")
             if tensor.device.type not in ("cpu", "cuda"):
                 tensor = tensor.cpu()
             if tensor.numel() == 1:
                 tensor = tensor.reshape(())  # a single element may have any stride
             self._source = source_of(tensor)
         self._source.copy(block, at, start, stop)
-        dtype, shape = self._wanted
+        dtype, shape = self._expected
         if stop == math.prod(shape) * dtype.itemsize:
             self._source = None
 
 
-class _File:
-    """Appends items one after the other."""
+class _ItemFileBuilder:
+    """Builds an `ItemFile` from items, one after the other."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._size = 0
-        self._crcs = 0
+        self._crc_count = 0
         self._segments: list[Segment | Deferred] = []
         self._pending = bytearray()
-        """Bytes that are known, until something else follows them."""
+        """Known bytes at the end of the file, not yet a segment."""
         self._devices: set[torch.device] = set()
         self._results: list[WriteResult] = []
-        self._archives: dict[tuple[torch.dtype, torch.Size], _Archive] = {}
+        self._templates: dict[tuple[torch.dtype, torch.Size], _ArchiveTemplate] = {}
 
     def add_bytes(self, item: WriteItem, data: bytes) -> None:
         self._add_result(item, self._size, len(data))
         self._add_known(data)
 
-    def add_tensor(self, item: WriteItem, like: torch.Tensor, source: Source, *, findable: bool) -> None:
+    def add_tensor(self, item: WriteItem, like: torch.Tensor, source: Source, *, record_offset: bool) -> None:
         key = (like.dtype, like.shape)
-        if (archive := self._archives.get(key)) is None:
-            archive = self._archives[key] = _archive_of(*key)
+        if (archive := self._templates.get(key)) is None:
+            archive = self._templates[key] = _archive_template(*key)
         self._add_known(bytes(-self._size % _ALIGNMENT))
-        self._add_result(item, self._size, archive.size, len(archive.before) if findable else None)
+        self._add_result(item, self._size, archive.size, len(archive.before) if record_offset else None)
         self._add_known(archive.before)
-        number, self._crcs = self._crcs, self._crcs + 1
+        number, self._crc_count = self._crc_count, self._crc_count + 1
         if archive.data_bytes:
             self._flush_known()
             self._segments.append(Segment(self._size, archive.data_bytes, source, number))
@@ -196,50 +198,50 @@ class _File:
         info = storage_info(self._name, offset, length, data_offset)
         self._results.append(WriteResult(item.index, length, info))
 
-    def build(self) -> LaidOut:
+    def build(self) -> ItemFile:
         self._flush_known()
-        layout = FileLayout(self._name, self._size, self._segments, self._crcs, frozenset(self._devices))
-        return LaidOut(layout, self._results)
+        layout = FileLayout(self._name, self._size, self._segments, self._crc_count, frozenset(self._devices))
+        return ItemFile(layout, self._results)
 
 
 @dataclass(frozen=True, slots=True)
-class _Archive:
-    """What `torch.save` would put around a tensor's bytes. The same for all tensors of one type and shape."""
+class _ArchiveTemplate:
+    """What `torch.save` writes around a tensor's bytes. It is the same for all tensors of a dtype and shape."""
 
     before: bytes
     data_bytes: int
     after_bytes: int
-    rest: Sequence[bytes | Callable[[list[int]], bytes]]
+    after_parts: Sequence[bytes | Callable[[list[int]], bytes]]
 
     @property
     def size(self) -> int:
         return len(self.before) + self.data_bytes + self.after_bytes
 
     def after(self, crc: int) -> bytes:
-        return b"".join(part if isinstance(part, bytes) else part([crc]) for part in self.rest)
+        return b"".join(part if isinstance(part, bytes) else part([crc]) for part in self.after_parts)
 
 
-def _archive_of(dtype: torch.dtype, shape: torch.Size) -> _Archive:
-    before, rest = bytearray(), list[bytes | Callable[[list[int]], bytes]]()
+def _archive_template(dtype: torch.dtype, shape: torch.Size) -> _ArchiveTemplate:
+    before, after_parts = bytearray(), list[bytes | Callable[[list[int]], bytes]]()
     data_bytes = after_bytes = 0
-    for segment in layout_torch("an item", _stand_in(dtype, shape)).segments:
+    for segment in layout_torch("an item", _placeholder(dtype, shape)).segments:
         if isinstance(segment, Deferred):
-            rest.append(segment.render)
+            after_parts.append(segment.render)
             after_bytes += segment.length
         elif segment.crc >= 0:
             data_bytes = segment.length
         else:
             assert isinstance(segment.source, BytesSource)
-            if data_bytes or rest:
-                rest.append(segment.source.data)
+            if data_bytes or after_parts:
+                after_parts.append(segment.source.data)
                 after_bytes += segment.length
             else:
                 before += segment.source.data
-    return _Archive(bytes(before), data_bytes, after_bytes, rest)
+    return _ArchiveTemplate(bytes(before), data_bytes, after_bytes, after_parts)
 
 
-def _stand_in(dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-    """A tensor that looks like another one: addresses, with no memory behind them until somebody reads it."""
+def _placeholder(dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    """Make a tensor of this dtype and shape in address space alone: reading it would allocate the memory."""
     size = math.prod(shape) * dtype.itemsize
     if size == 0:
         return torch.empty(shape, dtype=dtype)

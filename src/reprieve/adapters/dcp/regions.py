@@ -1,9 +1,9 @@
-"""From a saved piece of a tensor to live memory: which of its bytes go where.
+"""Maps the bytes of a saved chunk of a tensor to live memory.
 
-A piece lies in the file in row-major order. Of it a rank may want a box (other ranks have the rest), and the place that
-it goes to may be a box in a larger tensor. Both fall into rows: runs of bytes that lie together on both sides. One
-row is copied as it is, several through `RowsSink`. What cannot be put down directly (another type, odd strides)
-goes to memory in between and is copied when all has arrived.
+A chunk is in the file in row-major order. A rank may need a box of it (other ranks have the rest), and that may go to
+a box of a larger tensor. Both consist of rows: runs of bytes that are contiguous on both sides. A single row is copied
+as it is, several go through `RowsDestination`. What cannot be copied directly (another dtype, unusual strides) goes to
+a bounce buffer, and from there to its destination once all of it is read. `load_pass.py` uses this.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from reprieve.checkpoint.buffers.block_pool import Block
 from reprieve.checkpoint.io.destinations import tensor_destination
 from reprieve.checkpoint.io.reader import Target
 
-_MOST_TARGETS = 1024
-"""Boxes that fall into more groups of rows than this go through memory in between: a group costs about 10 µs."""
+_MAX_TARGETS = 1024
+"""Boxes with more groups of rows than this go through a bounce buffer: a group costs about 10 µs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A part of a saved piece."""
+    """A rectangular part of a saved chunk."""
 
     shape: tuple[int, ...]
-    """Of the piece."""
+    """The shape of the chunk."""
     dtype: torch.dtype
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -49,14 +49,14 @@ class Box:
         return Box(self.shape, self.dtype, (0,) * len(self.shape), self.shape)
 
 
-def targets_of(box: Box, into: torch.Tensor) -> list[Target] | None:
-    """Where the box's bytes go, counted from the piece's first one. None if they cannot go there directly."""
+def make_targets(box: Box, into: torch.Tensor) -> list[Target] | None:
+    """Return where the box's bytes go, with offsets from the chunk's first byte; None: not directly there."""
     if box.size == 0:
         return []
-    if not _is_reachable(box, into):
+    if not _can_receive(box, into):
         return None
     cut = _row_start(box, into)
-    if cut == len(box.lengths) > 0 or math.prod(box.lengths[: max(0, cut - 1)]) > _MOST_TARGETS:
+    if cut == len(box.lengths) > 0 or math.prod(box.lengths[: max(0, cut - 1)]) > _MAX_TARGETS:
         return None
     strides = [math.prod(box.shape[dim + 1 :]) * box.dtype.itemsize for dim in range(len(box.shape))]
     targets = []
@@ -71,16 +71,16 @@ def targets_of(box: Box, into: torch.Tensor) -> list[Target] | None:
             rows = into[at]
             flat = rows.as_strided((rows.shape[0], width // box.dtype.itemsize), (rows.stride(0), 1))
             length = (rows.shape[0] - 1) * strides[cut - 1] + width
-            targets.append(Target(start, length, RowsSink(flat.view(torch.uint8), strides[cut - 1])))
+            targets.append(Target(start, length, RowsDestination(flat.view(torch.uint8), strides[cut - 1])))
     return targets
 
 
-def in_between(box: Box) -> torch.Tensor:
-    """Memory for the box alone, which `targets_of` can reach."""
+def bounce_buffer(box: Box) -> torch.Tensor:
+    """Allocate memory for the box alone. `make_targets` accepts it as a destination."""
     return torch.empty(box.lengths, dtype=box.dtype)
 
 
-def _is_reachable(box: Box, into: torch.Tensor) -> bool:
+def _can_receive(box: Box, into: torch.Tensor) -> bool:
     return (
         type(into) in (torch.Tensor, torch.nn.Parameter)
         and into.dtype == box.dtype
@@ -93,29 +93,29 @@ def _is_reachable(box: Box, into: torch.Tensor) -> bool:
 
 
 def _row_start(box: Box, into: torch.Tensor) -> int:
-    """The first dimension from which on the box lies in one run, in the piece and in its place."""
+    """Return the first dimension from which on the box is contiguous, in the chunk and in live memory."""
     dims = range(len(box.lengths))
     cut = max((dim for dim in dims if box.lengths[dim] != box.shape[dim]), default=0)
-    wanted = 1
+    contiguous_stride = 1
     for dim in reversed(dims):
-        if box.lengths[dim] != 1 and into.stride(dim) != wanted:
+        if box.lengths[dim] != 1 and into.stride(dim) != contiguous_stride:
             cut = max(cut, dim + 1)
             break
-        wanted *= box.lengths[dim]
+        contiguous_stride *= box.lengths[dim]
     while cut and box.lengths[cut - 1] == 1:  # a single row
         cut -= 1
     return cut
 
 
-class RowsSink:
-    """Rows that lie `stride` bytes apart in the piece; what is between them is wanted elsewhere, or nowhere."""
+class RowsDestination:
+    """Live rows whose bytes are `stride` bytes apart in the chunk. The bytes between them are skipped."""
 
     __slots__ = ("_rows", "_stride")
     asynchronous = False
 
     def __init__(self, rows: torch.Tensor, stride: int) -> None:
         self._rows = rows
-        """Live memory, as bytes: rows × width."""
+        """Live memory as bytes: rows × width."""
         self._stride = stride
 
     def put(self, block: Block, at: int, start: int, stop: int) -> None:
@@ -126,7 +126,7 @@ class RowsSink:
             self._rows[row : row + count, first:last].copy_(source)
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int, int]]:
-        """Row, how many, columns [first, last), and how far into [start, stop) they begin: partial rows apart."""
+        """Yield (row, number of rows, first column, end column, offset into [start, stop)); partial rows come alone."""
         width = self._rows.shape[1]
         at = start
         while at < stop:

@@ -1,4 +1,4 @@
-"""Boxes of saved tensors into boxes of live ones: any shape, any cut, any strides, blocks cut anywhere."""
+"""Copying boxes of saved tensors into live ones: any shape, any box, any strides, blocks cut anywhere."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reprieve.adapters.dcp.regions import Box, RowsSink, in_between, targets_of
+from reprieve.adapters.dcp.regions import Box, RowsDestination, bounce_buffer, make_targets
 from reprieve.checkpoint.buffers.block_pool import Block
 from reprieve.checkpoint.io.reader import Target
 
@@ -31,7 +31,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def deliver(saved: torch.Tensor, targets: list[Target], cuts: random.Random) -> None:
-    """As the reader does it: pieces of the file, in any order, each somewhere in a block of memory."""
+    """Copy as the reader does: parts of the file in any order, each somewhere in a block of memory."""
     data = bits(saved)
     edges = sorted({0, len(data), *(cuts.randrange(len(data) + 1) for _ in range(cuts.randrange(6)))})
     pieces = list(itertools.pairwise(edges))
@@ -42,7 +42,7 @@ def deliver(saved: torch.Tensor, targets: list[Target], cuts: random.Random) -> 
         for target in targets:
             first, last = max(start, target.offset), min(stop, target.offset + target.length)
             if first < last:
-                target.sink.put(BLOCK, at + first - start, first - target.offset, last - target.offset)
+                target.destination.put(BLOCK, at + first - start, first - target.offset, last - target.offset)
 
 
 @st.composite
@@ -67,7 +67,7 @@ def test_every_byte_of_a_box_arrives_and_nothing_else_changes(case: dict[str, An
     box: Box = case["box"]
     torch.manual_seed(case["seed"])
     saved = random_tensor(box.shape, box.dtype)
-    # A larger tensor around the place, its dimensions in any order in memory, perhaps every other element.
+    # A view into a larger tensor, with dimensions in any order in memory, perhaps every other element.
     outer = tuple(length + before + after for length, (before, after) in zip(box.lengths, case["margins"], strict=True))
     stored = [outer[dim] for dim in case["order"]]
     if stored:
@@ -79,10 +79,10 @@ def test_every_byte_of_a_box_arrives_and_nothing_else_changes(case: dict[str, An
     into = around[tuple(slice(b, b + n) for n, (b, _) in zip(box.lengths, case["margins"], strict=True))]
     expected = live.clone()
     wanted = saved[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.lengths, strict=True))]
-    targets = targets_of(box, into)
+    targets = make_targets(box, into)
     if targets is None:
-        between = in_between(box)
-        targets = targets_of(box, between)
+        between = bounce_buffer(box)
+        targets = make_targets(box, between)
         assert targets is not None
         deliver(saved, targets, random.Random(case["seed"]))
         assert bits(between) == bits(wanted)
@@ -110,16 +110,16 @@ def test_every_byte_of_a_box_arrives_and_nothing_else_changes(case: dict[str, An
 def test_as_few_pieces_as_there_can_be(
     shape: tuple[int, ...], offsets: tuple[int, ...], lengths: tuple[int, ...], kinds: list[str]
 ) -> None:
-    targets = targets_of(Box(shape, torch.float32, offsets, lengths), torch.empty(lengths))
+    targets = make_targets(Box(shape, torch.float32, offsets, lengths), torch.empty(lengths))
     assert targets is not None
-    assert ["rows" if isinstance(target.sink, RowsSink) else "one run" for target in targets] == kinds
+    assert ["rows" if isinstance(target.destination, RowsDestination) else "one run" for target in targets] == kinds
 
 
 def test_what_cannot_be_reached_directly() -> None:
     box = Box((4, 4), torch.float32, (0, 0), (4, 4))
-    assert targets_of(box, torch.empty(4, 4, dtype=torch.bfloat16)) is None, "another type"
-    assert targets_of(box, torch.empty(4, 4).t()) is None, "columns first"
-    assert targets_of(box, torch.empty(4, 4, device="meta")) is None
+    assert make_targets(box, torch.empty(4, 4, dtype=torch.bfloat16)) is None, "another type"
+    assert make_targets(box, torch.empty(4, 4).t()) is None, "columns first"
+    assert make_targets(box, torch.empty(4, 4, device="meta")) is None
     many = Box((2000, 2, 2, 2), torch.float32, (0, 0, 0, 0), (2000, 2, 2, 1))
-    assert targets_of(many, in_between(many)) is None, "thousands of tiny runs"
-    assert targets_of(many.whole, in_between(many.whole)) is not None
+    assert make_targets(many, bounce_buffer(many)) is None, "thousands of tiny runs"
+    assert make_targets(many.whole, bounce_buffer(many.whole)) is not None

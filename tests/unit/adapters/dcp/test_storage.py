@@ -1,4 +1,4 @@
-"""`reprieve.dcp` in one process: what is in the files, what is refused, what is kept when things go wrong."""
+"""`reprieve.dcp` in one process: the files, what is refused, and what survives failures."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.support.helpers import SOAK
 FLIPS = 5_000 if SOAK else 400
 
 pytestmark = [
-    # One process without a group is what these tests mean; and DCP logs what it then raises.
+    # These tests use one process without a group on purpose; and DCP logs what it raises.
     pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),
     pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
     pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),  # DCP's own, in torch 2.6
@@ -47,7 +47,7 @@ pytestmark = [
 
 
 def a_state(seed: int = 1) -> dict[str, Any]:
-    """Every kind of tensor and value that people have in a state."""
+    """Return a state with every kind of tensor and value that is in use."""
     generator = torch.Generator().manual_seed(seed)
 
     def some(*shape: int) -> torch.Tensor:
@@ -112,7 +112,7 @@ def load(reader: Any, like: Any = None, **options: Any) -> Any:
 
 @contextlib.contextmanager
 def raises(kind: type[BaseException], match: str) -> Iterator[None]:
-    """DCP wraps what ranks raise."""
+    """Expect an error that DCP has wrapped."""
     with pytest.raises(dcp.CheckpointException) as caught:
         yield
     (error, _) = caught.value.failures[0]
@@ -123,10 +123,10 @@ def raises(kind: type[BaseException], match: str) -> Iterator[None]:
 # The files
 
 
-def test_stock_reads_ours_and_we_read_stock(tmp_path: Path) -> None:
-    state = save(tmp_path / "ours")
-    assert bits(load(dcp.FileSystemReader(tmp_path / "ours"))) == bits(state)
-    assert bits(load(StorageReader(tmp_path / "ours"))) == bits(state)
+def test_stock_and_reprieve_read_each_other(tmp_path: Path) -> None:
+    state = save(tmp_path / "reprieve")
+    assert bits(load(dcp.FileSystemReader(tmp_path / "reprieve"))) == bits(state)
+    assert bits(load(StorageReader(tmp_path / "reprieve"))) == bits(state)
     dcp.save(state, checkpoint_id=tmp_path / "stock")
     assert bits(load(StorageReader(tmp_path / "stock"))) == bits(state)
     dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "many", single_file_per_rank=False))
@@ -142,9 +142,9 @@ def test_checkpoint_id_takes_the_place_of_the_path(tmp_path: Path) -> None:
 
 
 def test_every_item_is_an_archive_that_strict_tools_accept(tmp_path: Path) -> None:
-    save(tmp_path / "ours")
-    metadata = pickle.loads((tmp_path / "ours" / ".metadata").read_bytes())
-    data = (tmp_path / "ours" / "__0_0.distcp").read_bytes()
+    save(tmp_path / "reprieve")
+    metadata = pickle.loads((tmp_path / "reprieve" / ".metadata").read_bytes())
+    data = (tmp_path / "reprieve" / "__0_0.distcp").read_bytes()
     for index, info in metadata.storage_data.items():
         item = io.BytesIO(data[info.offset : info.offset + info.length])
         with zipfile.ZipFile(item) as archive:
@@ -155,15 +155,15 @@ def test_every_item_is_an_archive_that_strict_tools_accept(tmp_path: Path) -> No
             assert torch.load(item, weights_only=True).untyped_storage().nbytes() < 10_000, "only what the item names"
 
 
-def test_metadata_needs_nothing_of_ours(tmp_path: Path) -> None:
-    save(tmp_path / "ours")
+def test_metadata_needs_no_class_of_reprieve(tmp_path: Path) -> None:
+    save(tmp_path / "reprieve")
     program = f"""
 import sys, warnings
 sys.modules["reprieve"] = None  # not installed
 warnings.simplefilter("ignore")
 import torch, torch.distributed.checkpoint as dcp
 state = {{"seed": None, "model": {{"weight": torch.zeros(17, 31)}}}}
-dcp.load(state, checkpoint_id={str(tmp_path / "ours")!r})
+dcp.load(state, checkpoint_id={str(tmp_path / "reprieve")!r})
 print(state["seed"], float(state["model"]["weight"].abs().sum()) > 0)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -192,14 +192,14 @@ def test_metadata_of_many_blocks(tmp_path: Path) -> None:
     assert bits(load(StorageReader(tmp_path / "it"), state)) == bits(state)
 
 
-# What is found
+# Damage that is detected
 
 
 def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
-    path = tmp_path / "ours"
+    path = tmp_path / "reprieve"
     dcp.save({"a": torch.randn(300, 7), "b": 3, "c": torch.zeros(5)}, storage_writer=StorageWriter(path))
     like = {"a": torch.zeros(300, 7), "b": 3, "c": torch.zeros(5)}
-    data = {one: one.read_bytes() for one in path.iterdir()}
+    data = {file: file.read_bytes() for file in path.iterdir()}
     chance, missed = random.Random(0), []
     logging.disable(logging.WARNING)
     try:
@@ -234,7 +234,7 @@ def test_flipped_bits_of_a_stock_checkpoint_are_found_by_their_crc(tmp_path: Pat
 
 @pytest.mark.parametrize("what", ["data", "metadata", "manifest's file", "all"])
 def test_what_is_missing_is_named(what: str, tmp_path: Path) -> None:
-    path = tmp_path / "ours"
+    path = tmp_path / "reprieve"
     save(path)
     name = {"data": "__0_0.distcp", "metadata": ".metadata", "manifest's file": "__0_0.distcp", "all": ".metadata"}[
         what
@@ -250,17 +250,17 @@ def test_what_is_missing_is_named(what: str, tmp_path: Path) -> None:
 
 
 def test_a_save_that_never_finished_is_not_loaded(tmp_path: Path) -> None:
-    save(tmp_path / "ours")
-    (tmp_path / "ours" / SENTINEL).touch()
+    save(tmp_path / "reprieve")
+    (tmp_path / "reprieve" / SENTINEL).touch()
     with raises(reprieve.InvalidCheckpoint, "never finished"):
-        load(StorageReader(tmp_path / "ours"))
+        load(StorageReader(tmp_path / "reprieve"))
 
 
 # What is refused
 
 
 class Evil:
-    """Makes a file when it is unpickled."""
+    """An object that makes a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -301,15 +301,15 @@ def test_metadata_leads_nowhere_else(name: str, tmp_path: Path) -> None:
     for info in metadata.storage_data.values():
         info.relative_path = name
     file.write_bytes(pickle.dumps(metadata))
-    with raises(reprieve.InvalidCheckpoint, "outside of the checkpoint"):
+    with raises(reprieve.InvalidCheckpoint, "outside the checkpoint"):
         load(StorageReader(tmp_path / "stock"), {"a": torch.zeros(3)})
 
 
-def test_places_without_agreement_or_without_a_folder(tmp_path: Path) -> None:
+def test_unusable_paths_and_options_are_refused(tmp_path: Path) -> None:
     with pytest.raises(reprieve.ConfigError, match="use_collectives"):
         StorageWriter(tmp_path / "a").set_up_storage_writer(True, rank=0, use_collectives=False)
     (tmp_path / "file").touch()
-    with raises(reprieve.StorageError, "file where the folder should be"):
+    with raises(reprieve.StorageError, "file in place of the folder"):
         save(tmp_path / "file")
     with pytest.raises(reprieve.ConfigError):
         StorageWriter("s3://bucket/x")
@@ -321,11 +321,11 @@ def test_places_without_agreement_or_without_a_folder(tmp_path: Path) -> None:
 
 
 class Memory(bytearray):
-    """What can be counted for as long as a tensor lives in it."""
+    """Memory that is counted as long as a tensor uses it."""
 
 
 class Casting(DefaultSavePlanner):
-    """As in DCP's own documentation; the copies that it makes are counted."""
+    """A planner from DCP's documentation that casts; its copies are counted."""
 
     alive: ClassVar[weakref.WeakValueDictionary[int, Memory]] = weakref.WeakValueDictionary()
     most = 0
@@ -362,7 +362,7 @@ def test_a_planner_that_makes_tensors_on_request(tell: bool, tmp_path: Path) -> 
 
 
 class Materialising(DefaultLoadPlanner):
-    """As in DCP's own documentation."""
+    """A planner from DCP's documentation that loads to the CPU."""
 
     def resolve_tensor(self, read_item: Any) -> torch.Tensor:
         return torch.empty_like(super().resolve_tensor(read_item), device="cpu")
@@ -372,7 +372,7 @@ class Materialising(DefaultLoadPlanner):
 
 
 def test_a_planner_that_hands_tensors_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reprieve.adapters.dcp.reader._HELD_BYTES", 300_000)  # several passes
+    monkeypatch.setattr("reprieve.adapters.dcp.reader._MAX_BUFFERED_BYTES", 300_000)  # several passes
     state = {f"w{number}": torch.randn(200, 300) for number in range(7)}
     dcp.save(state, storage_writer=StorageWriter(tmp_path / "it"))
     assert bits(load(StorageReader(tmp_path / "it"), state, planner=Materialising())) == bits(state)
@@ -404,9 +404,9 @@ def test_tensors_that_are_more_than_their_bytes(tmp_path: Path) -> None:
 
 
 def test_a_load_into_another_type_and_of_a_part(tmp_path: Path) -> None:
-    save(tmp_path / "ours")
+    save(tmp_path / "reprieve")
     like = {"model": {"weight": torch.zeros(17, 31, dtype=torch.float64), "transposed": torch.zeros(64, 32).t()}}
-    dcp.load(like, storage_reader=StorageReader(tmp_path / "ours"))
+    dcp.load(like, storage_reader=StorageReader(tmp_path / "reprieve"))
     assert torch.equal(like["model"]["weight"], a_state()["model"]["weight"].double())
     assert torch.equal(like["model"]["transposed"], a_state()["model"]["transposed"])
 
@@ -434,15 +434,15 @@ def test_a_new_one_takes_the_place_of_the_old_and_of_nothing_else(tmp_path: Path
 
 
 class FailsAt(Disk):
-    """The n-th change to the disk fails."""
+    """A disk on which the n-th change fails."""
 
-    def __init__(self, left: int) -> None:
-        self.left = left
+    def __init__(self, remaining: int) -> None:
+        self.remaining = remaining
 
     def __getattribute__(self, name: str) -> Any:
         if name in ("make_folder", "create", "write", "truncate", "flush", "flush_folder", "rename", "remove"):
-            self.left -= 1
-            if self.left == -1:
+            self.remaining -= 1
+            if self.remaining == -1:
                 raise OSError(5, "Input/output error")
         return super().__getattribute__(name)
 
@@ -463,10 +463,10 @@ def test_an_error_at_any_change_to_the_disk(tmp_path: Path) -> None:
         assert found in (bits(a_state(1)), bits(a_state(2)))
         if found == bits(a_state(1)):
             assert sorted(os.listdir(tmp_path)) == ["last"], f"failed at change {at}, and left something"
-        else:  # visible and whole before what failed; the next one tidies up
+        else:  # the failure came after the commit; the next save cleans up
             save(path, 1)
             assert sorted(os.listdir(tmp_path)) == ["last"]
-        if disk.left >= 0:
+        if disk.remaining >= 0:
             break
     assert failures > 10
 
@@ -478,7 +478,7 @@ import sys
 from pathlib import Path
 from reprieve.adapters.dcp import save_folder
 from reprieve.storage.disk import Disk
-save_folder.begin(Disk(), Path({str(path)!r}), "theirs")
+save_folder.begin(Disk(), Path({str(path)!r}), "another-save")
 print("ready", flush=True)
 sys.stdin.read()
 """
@@ -489,9 +489,9 @@ sys.stdin.read()
         with raises(reprieve.FolderInUse, ".last.saving is being written by another process"):
             save(path)
         save(tmp_path / "other")
-        assert save_folder.join(save_folder.saving(path)) == "theirs"
+        assert save_folder.join(save_folder.saving_folder(path)) == "another-save"
         with pytest.raises(reprieve.CheckpointError, match="not there"):
-            save_folder.join(save_folder.saving(tmp_path / "other"))
+            save_folder.join(save_folder.saving_folder(tmp_path / "other"))
     finally:
         other.stdin.close()
         other.stdout.close()
@@ -501,12 +501,12 @@ sys.stdin.read()
 
 
 class Robbed(DefaultSavePlanner):
-    """Another save takes the folder before this one writes."""
+    """A writer that loses its folder to another save before it writes."""
 
     path = Path()
 
     def finish_plan(self, new_plan: Any) -> Any:
-        save_folder.begin(Disk(), self.path, "theirs")  # of the same process: no lock tells the two apart
+        save_folder.begin(Disk(), self.path, "another-save")  # in the same process, no lock distinguishes the two
         return super().finish_plan(new_plan)
 
 
@@ -519,14 +519,14 @@ def test_a_save_that_lost_its_folder_to_another_does_not_commit(when: str, tmp_p
         def flush(self, file: OpenFile) -> None:
             super().flush(file)
             if file.path.name.endswith(".distcp"):
-                save_folder.begin(Disk(), path, "theirs")
+                save_folder.begin(Disk(), path, "another-save")
 
     planner, disk = (Robbed(), None) if when == "before it writes" else (None, Late())
     if planner is not None:
         planner.path = path
     with raises(reprieve.Fenced, "has taken over"):
         dcp.save(a_state(2), storage_writer=StorageWriter(path, disk=disk), planner=planner)
-    assert save_folder.join(save_folder.saving(path)) == "theirs", "it is not ours to remove"
+    assert save_folder.join(save_folder.saving_folder(path)) == "another-save", "the other save is still there"
     assert bits(load(StorageReader(path))) == bits(a_state(1))
 
 
@@ -535,10 +535,10 @@ def test_a_crash_between_the_two_renames(tmp_path: Path, caplog: pytest.LogCaptu
     save(path, 1)
     (path / "config.json").write_text("{}")
     save(tmp_path / "new", 2)
-    path.rename(save_folder.replaced(path))
-    assert bits(load(StorageReader(path))) == bits(a_state(1)), "the old one, where it was put aside"
-    (tmp_path / "new").rename(save_folder.saving(path))
-    assert bits(load(StorageReader(path))) == bits(a_state(2)), "the new one was whole already"
+    path.rename(save_folder.replaced_folder(path))
+    assert bits(load(StorageReader(path))) == bits(a_state(1)), "the old one, renamed"
+    (tmp_path / "new").rename(save_folder.saving_folder(path))
+    assert bits(load(StorageReader(path))) == bits(a_state(2)), "the new one was complete already"
     assert "after a crash" in caplog.text
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -549,12 +549,12 @@ def test_a_crash_between_the_two_renames(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 def test_storage_that_does_not_let_us_look_after_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The old one is not taken for the newest."""
+    """The old checkpoint is not used in place of the newest."""
     path = tmp_path / "last"
     save(path, 1)
     save(tmp_path / "new", 2)
-    path.rename(save_folder.replaced(path))
-    (tmp_path / "new").rename(save_folder.saving(path))
+    path.rename(save_folder.replaced_folder(path))
+    (tmp_path / "new").rename(save_folder.saving_folder(path))
     with monkeypatch.context() as patch:
         patch.setattr(catalog, "read_manifest", _stale)
         with pytest.raises(dcp.CheckpointException, match="Stale"):
@@ -566,7 +566,7 @@ def _stale(path: Path) -> None:
     raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
 
 
-def test_what_is_not_ours_is_not_swept_away(tmp_path: Path) -> None:
+def test_foreign_folders_are_not_removed(tmp_path: Path) -> None:
     for name in (".notes.saving", ".notes.deleting", ".notes.replaced"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "diary.txt").write_text("dear")

@@ -1,6 +1,7 @@
-"""What accelerate saves through DCP (FSDP with SHARDED_STATE_DICT), collected like the other files of a checkpoint.
+"""Intercepts what accelerate saves through DCP (FSDP with SHARDED_STATE_DICT), like the other files of a checkpoint.
 
-DCP plans and agrees as ever; only the writing is left to the engine, which has each rank's items as one layout.
+DCP plans and coordinates the ranks as usual. Instead of writing, each rank hands its items to the engine as one file
+layout. `interception.py` puts `InterceptingWriter` in the place of DCP's FileSystemWriter during a save.
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from reprieve.adapters.dcp import metadata as metadata_file
-from reprieve.adapters.dcp.item_layout import lay_out
+from reprieve.adapters.dcp.item_layout import layout_items
 from reprieve.checkpoint.format.layout import FileLayout, bytes_layout
 
 
 class InterceptingWriter(storage.StorageWriter):
-    """In place of DCP's FileSystemWriter. `name`: the folder, as the checkpoint calls it."""
+    """A replacement for DCP's FileSystemWriter that passes file layouts to `add_layout`."""
 
-    def __init__(self, name: str, take: Callable[[FileLayout], None]) -> None:
+    def __init__(self, name: str, add_layout: Callable[[FileLayout], None]) -> None:
+        """`name`: the folder, relative to the checkpoint."""
         super().__init__()
         self._name = name
-        self._take = take
+        self._add_layout = add_layout
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
@@ -43,17 +45,17 @@ class InterceptingWriter(storage.StorageWriter):
         return [dataclasses.replace(plan, storage_data=f"__{rank}_0.distcp") for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        laid_out = lay_out(plan.storage_data, plan, planner)
+        item_file = layout_items(plan.storage_data, plan, planner)
         if plan.items:
-            self._take(dataclasses.replace(laid_out.layout, name=f"{self._name}/{plan.storage_data}"))
+            self._add_layout(dataclasses.replace(item_file.layout, name=f"{self._name}/{plan.storage_data}"))
         future: Future[list[WriteResult]] = Future()
-        future.set_result(laid_out.results)
+        future.set_result(item_file.results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        items = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        items = {result.index: result.storage_data for rank_results in results for result in rank_results}
         meta = StorageMeta(checkpoint_id=self._name, save_id=str(uuid.uuid4()))
-        self._take(bytes_layout(f"{self._name}/.metadata", metadata_file.encode(metadata, items, meta)))
+        self._add_layout(bytes_layout(f"{self._name}/.metadata", metadata_file.encode(metadata, items, meta)))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
