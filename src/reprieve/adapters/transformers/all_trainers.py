@@ -1,7 +1,7 @@
-"""What the launcher's hook does when a process imports `transformers.trainer`: every trainer is protected.
+"""Protects every trainer of a process: the launcher's import hook calls `protect_all` for `transformers.trainer`.
 
 Nothing here may import the rest of this package at import time: a script that imports `reprieve.transformers` first
-imports `transformers.trainer` through it, and the hook is called while that import is still under way.
+imports `transformers.trainer` through it, and the hook runs while that import is still in progress.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ import signal
 from types import ModuleType
 from typing import Any
 
-from reprieve.adapters.transformers.patching import given
+from reprieve.adapters.transformers.patching import call_arguments
 from reprieve.data.workers import signals as worker_signals
+from reprieve.launcher_protocol import DRILL, Protected, send_once
 from reprieve.preemption.signals import signal_watch
-from reprieve.progress.report import PROTECTED, report_process
-from reprieve.storage.uri import DRILL, for_run
+from reprieve.storage.uri import for_run
 
 
 def protect_all(module: ModuleType) -> None:
-    """Every trainer of this process, from its first `train` on. `module`: `transformers.trainer`."""
+    """Protect every trainer of this process from its first `train` on. `module`: `transformers.trainer`."""
     signal_watch.install([signal.SIGTERM])
     worker_signals.shield([signal.SIGTERM])
-    report_process(PROTECTED)
-    real = module.Trainer.train
+    send_once(Protected())
+    original = module.Trainer.train
 
-    @functools.wraps(real)
+    @functools.wraps(original)
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
         from reprieve.adapters.transformers.protection import protection_of
 
-        return protection_of(self, {}).train(functools.partial(real, self), *args, **kwargs)
+        return protection_of(self, {}).train(functools.partial(original, self), *args, **kwargs)
 
     module.Trainer.train = train
     if os.environ.get(DRILL):
@@ -38,21 +38,21 @@ def protect_all(module: ModuleType) -> None:
 
 
 def redirect_output(module: ModuleType) -> None:
-    """In a drill: give every trainer an output folder in the drill's scratch folder.
+    """In a drill, give every trainer an output folder inside the drill's scratch folder.
 
-    A trainer makes its folder when it is constructed, TRL writes a model card into it with every save, and callbacks
-    write their logs there. All of that is gone after the drill, and the job's own folder is as it was.
+    A trainer makes its folder in its constructor, TRL writes a model card into it with every save, and callbacks write
+    their logs there. The drill removes all of that, and the job's own folder stays as it was.
     """
-    real = module.Trainer.__init__
+    original = module.Trainer.__init__
 
-    @functools.wraps(real)
+    @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        options = given(real, (self, *args), kwargs)
+        options = call_arguments(original, (self, *args), kwargs)
         if options.get("args") is None:
             options["args"] = module.TrainingArguments(output_dir="tmp_trainer")  # the trainer's own default
         arguments = options["args"]
-        arguments.output_dir = os.fspath(for_run(arguments.output_dir))
+        arguments.output_dir = os.fspath(for_run(arguments.output_dir, os.environ[DRILL]))
         arguments.push_to_hub = False
-        real(**options)
+        original(**options)
 
     module.Trainer.__init__ = init

@@ -1,4 +1,4 @@
-"""A trainer that can be stopped: each call of its `train` is a `ProtectedTraining`. Only this instance is changed."""
+"""Protects one trainer: each call of its `train` becomes a `ProtectedTraining`. Only this instance changes."""
 
 from __future__ import annotations
 
@@ -19,62 +19,67 @@ _PROTECTION = "_reprieve_protection"
 
 
 class Protection:
-    """Of one trainer, for as many calls of `train` as there are."""
+    """The protection of one trainer, across all calls of its `train`."""
 
     def __init__(self, trainer: Any, options: Mapping[str, Any]) -> None:
         self._trainer = trainer
         self._options = dict(options)
         self._calls = 0
-        self._pushing = HubPusher(trainer)
+        self._hub_pusher = HubPusher(trainer)
         self.training: ProtectedTraining | None = None
-        """The call that is running."""
+        """The training that is running."""
         trainer.add_callback(_Events(self))
 
     def train(
-        self, real: Callable[..., Any], resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **kwargs: Any
+        self,
+        original: Callable[..., Any],
+        resume_from_checkpoint: Any = None,
+        trial: Any = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
-        """In place of `Trainer.train`, which is `real`."""
+        """Replaces `Trainer.train`, which is `original`."""
         trainer = self._trainer
         if self.training is not None:
-            return real(resume_from_checkpoint, trial, *args, **kwargs)
+            return original(resume_from_checkpoint, trial, *args, **kwargs)
         if trial is not None:
-            log.warning("a trial of a hyperparameter search is not protected: it runs as it always does")
-            return real(resume_from_checkpoint, trial, *args, **kwargs)
+            log.warning("trials of a hyperparameter search are not protected: they run as without Reprieve")
+            return original(resume_from_checkpoint, trial, *args, **kwargs)
         with reporting_startup_errors():
             preflight.check(trainer)
-            settings, rest = preflight.settings(trainer, self._options, self._calls + 1)
-        preflight.remove_rivals(trainer)
+            settings, session_options = preflight.resolve_settings(trainer, self._options, self._calls + 1)
+        preflight.remove_conflicting_callbacks(trainer)
         self._calls += 1
-        self.training = ProtectedTraining(trainer, self._pushing, settings, rest)
+        self.training = ProtectedTraining(trainer, self._hub_pusher, settings, session_options)
         try:
-            return self.training.run(real, resume_from_checkpoint, trial, *args, **kwargs)
+            return self.training.run(original, resume_from_checkpoint, trial, *args, **kwargs)
         finally:
             self.training = None
 
 
 def protection_of(trainer: Any, options: Mapping[str, Any]) -> Protection:
-    """The trainer's own; made at the first call, with these options."""
-    known: Protection | None = vars(trainer).get(_PROTECTION)
-    if known is None:
-        known = Protection(trainer, options)
-        setattr(trainer, _PROTECTION, known)
-    return known
+    """Return the trainer's protection. The first call makes it, with these options."""
+    protection: Protection | None = vars(trainer).get(_PROTECTION)
+    if protection is None:
+        protection = Protection(trainer, options)
+        setattr(trainer, _PROTECTION, protection)
+    return protection
 
 
 class _Events(TrainerCallback):
-    """What only callbacks are told."""
+    """A callback that forwards the events that have no method of the trainer to hook into."""
 
     def __init__(self, protection: Protection) -> None:
         self._protection = protection
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         if self._protection.training is not None:
-            self._protection.training.begun()
+            self._protection.training.on_train_begin()
 
     def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
         if self._protection.training is not None:
-            self._protection.training.epoch_ended()
+            self._protection.training.on_epoch_end()
 
     def on_log(self, *args: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         if self._protection.training is not None and logs:
-            self._protection.training.logged(logs)
+            self._protection.training.on_log(logs)

@@ -1,16 +1,17 @@
-"""One call of `train`: what happens in place of some of the trainer's methods while it runs.
+"""Runs one call of a trainer's `train` under protection, by replacing some of the trainer's methods while it runs.
 
-    train ─► resume ─► _run_epoch ─► get_batch_samples: a boundary ─► a step ─► log, evaluate, save ─► … ─► finished
-                                                                          └─ prediction_step: boundaries in there
+    train ─► resume ─► _run_epoch ─► get_batch_samples: a boundary ─► a step ─► log, evaluate, save ─► … ─► finish
+                                                                                     └─ boundaries in evaluations
 
-Before each fetch everything up to there is a completed step: there it is saved when our schedule says so, and stopped.
-A checkpoint says how far the loop was in its epoch, and in its control's flags what was still due (`resuming.py`).
+Before each fetch of batches, all work so far is part of a completed step: periodic saves and stops happen there. A
+checkpoint records how far the loop is (`trainer_state.py`) and what is still due at its step; `resume/hooks.py`
+re-enters the loop there. `ProtectedTraining` is the session's adapter.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import dataclasses
 import functools
 import itertools
 import time
@@ -19,57 +20,50 @@ from pathlib import Path
 from typing import Any
 
 from reprieve.adapters.transformers import deepspeed, drill_parts, preflight
-from reprieve.adapters.transformers.patching import given, replaced
+from reprieve.adapters.transformers.evaluations import ProtectedEvaluations
+from reprieve.adapters.transformers.patching import call_arguments, hooked
 from reprieve.adapters.transformers.resume import experiment_trackers, trainer_snapshot
 from reprieve.adapters.transformers.resume.hooks import TrainerResume
-from reprieve.adapters.transformers.resume.resumable_dataloader import ResumableDataLoader, sought
+from reprieve.adapters.transformers.resume.resumable_dataloader import ResumableDataLoader, seek_instead_of_skip
 from reprieve.adapters.transformers.save.checkpoint_contents import CheckpointContents
 from reprieve.adapters.transformers.save.hub_push import HubPusher
+from reprieve.adapters.transformers.trainer_state import TrainerState
 from reprieve.preemption.process_exit import process_exit
-from reprieve.run_state import RunState
-from reprieve.rng import capture_rng, restore_rng
 from reprieve.session import ddp_buckets
 from reprieve.session.adapter import CapturedState, TrainingProgress
-from reprieve.session.run_reporter import in_drill
 from reprieve.session.session import Session
 from reprieve.settings import NEVER, Settings
 
 
 class ProtectedTraining:
-    """Of one trainer, from the session's beginning to its end."""
+    """One training of a trainer, from the start of its session to the end."""
 
-    def __init__(self, trainer: Any, pushing: HubPusher, settings: Settings, rest: Mapping[str, Any]) -> None:
-        """`rest`: options of the session."""
+    def __init__(
+        self, trainer: Any, hub_pusher: HubPusher, settings: Settings, session_options: Mapping[str, Any]
+    ) -> None:
         self._trainer = trainer
-        self._pushing = pushing
-        self._contents = CheckpointContents(trainer, trainer._save_checkpoint, pushing)
-        self._real: dict[str, Callable[..., Any]] = {}
-        """The trainer's own methods, of those that are replaced."""
-        self._loader: ResumableDataLoader | None = None
-        self._before: trainer_snapshot.EvaluationSnapshot | None = None
-        """The trainer before the evaluation that is running."""
-        self._logging = False
-        """The loop is at what it does between steps."""
-        self._where = {"epoch": 0, "ended": False}
-        self._first = True
-        """No step was done in this process."""
-        self._line: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
-        """What `_maybe_log_save_evaluate` was given for the last step."""
-        self._last: dict[str, Any] = {}
-        """What a log line says of the last step, if that was before the resume."""
-        self._evaluation_loaders: set[str] = set()
-        """Those whose persistent workers the interrupted process had, and this one does not have yet."""
-        self._watched: ddp_buckets.BucketOrder | None = None
-        self._buckets: list[str] = []
-        self._generation: dict[str, Any] = {}
-        """How the script's model generates, before the first evaluation."""
-        self._best_before: str | None = None
-        """The best checkpoint before the last save: should that be lost, this is it."""
-        self._began, self._earlier_s = time.monotonic(), 0.0
-        trainer.state.global_step = 0  # of an earlier training
-        self._batches: Iterator[Any] | None = None
-        """Where the next batch would come from. None: the stop is in an evaluation, after which it may be another."""
-        self._watch_first = False
+        self._hub_pusher = hub_pusher
+        self._contents = CheckpointContents(trainer, trainer._save_checkpoint, hub_pusher)
+        self._train_loader: ResumableDataLoader | None = None
+        self._epoch, self._epoch_ended = 0, False
+        self._no_step_done = True
+        """No step was completed in this process."""
+        self._log_call: tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]] | None = None
+        """`_maybe_log_save_evaluate` and its arguments, for the last step."""
+        self._restored_log: dict[str, Any] = {}
+        """What a log line shows of the last step, if that step was before the resume."""
+        self._bucket_order: ddp_buckets.BucketOrder | None = None
+        self._ddp_buckets: list[str] = []
+        self._initial_generation: dict[str, Any] = {}
+        """The script's generation_config, before the first evaluation."""
+        self._previous_best: str | None = None
+        """The best checkpoint before the last save. It is the best again if that save is lost."""
+        self._started, self._earlier_s = time.monotonic(), 0.0
+        trainer.state.global_step = 0  # it may be that of an earlier training
+        self._next_batches: Iterator[Any] | None = None
+        """The iterator that the next batch would come from at a stop. None: the stop is in an evaluation, and another
+        iterator may follow."""
+        self._report_next_batch = False
         """In a drill: the next batch is the first after the resume."""
         self._session = Session(
             settings,
@@ -77,26 +71,28 @@ class ProtectedTraining:
             state={},
             rng=False,
             bar=preflight.replaces_bar(trainer),
-            **rest,
+            **session_options,
         )
-        self._by_count = self._session.checkpointer.schedule.by_count
+        self._saves_by_count = self._session.checkpointer.schedule.by_count
+        self._resume = TrainerResume(trainer, self._session)
+        self._evaluations = ProtectedEvaluations(trainer, self._session, self._resume, self._stop)
 
-    def run(self, train: Callable[..., Any], asked: Any, *args: Any, **kwargs: Any) -> Any:
-        """`train`: the trainer's own. `asked`: which checkpoint the script asked it to resume from."""
-        session = self._session
+    def run(self, train: Callable[..., Any], resume_from_checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call the trainer's own `train`. `resume_from_checkpoint`: what the script passed to it."""
+        session, trainer, resume = self._session, self._trainer, self._resume
         together = False
         try:
-            self._resuming = TrainerResume(self._trainer, session, self._real, asked)
-            self._contents.asked_at = self._resuming.requested_at
-            place = self._resuming.place
+            resume.restore_checkpoint(resume_from_checkpoint)
+            self._contents.requested_step = resume.requested_step
             with (
-                self._hooked(),
-                sought(self._trainer.args),
-                preflight.bar_replaced(self._trainer),
-                experiment_trackers.going_on(self._trainer, place["followers"] if place else {}),
-                deepspeed.read_safely(self._trainer),
+                hooked(trainer, {**resume.hooks(), **self._hooks()}),
+                hooked(trainer.callback_handler, {"on_save": self._on_save}),
+                seek_instead_of_skip(trainer.args),
+                preflight.bar_replaced(trainer),
+                experiment_trackers.continued_runs(trainer, resume.saved.tracker_runs if resume.saved else {}),
+                deepspeed.safe_loading(trainer),
             ):
-                result = train(self._resuming.path, *args, **kwargs)
+                result = train(resume.path, *args, **kwargs)
             together = True
             return result
         except BaseException as error:
@@ -106,235 +102,195 @@ class ProtectedTraining:
             if session.stopped is None:
                 session.close(together=together)
 
-    @contextlib.contextmanager
-    def _hooked(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for name, ours in {**self._resuming.hooks(), **self._hooks()}.items():
-                real = self._real[name] = getattr(self._trainer, name)
-                stack.enter_context(replaced(self._trainer, name, _as(real, ours)))
-            handler = self._trainer.callback_handler
-            stack.enter_context(replaced(handler, "on_save", functools.partial(self._on_save, handler.on_save)))
-            yield
-
     def _hooks(self) -> dict[str, Callable[..., Any]]:
-        """What is called in place of methods of the trainer."""
+        """The replacements of the trainer's methods. Each gets the original as its first argument."""
         return {
-            "get_train_dataloader": lambda: ResumableDataLoader(self._real["get_train_dataloader"]()),
+            "get_train_dataloader": lambda original: ResumableDataLoader(original()),
             "set_initial_training_values": self._set_initial_training_values,
             "_run_epoch": self._run_epoch,
             "get_batch_samples": self._get_batch_samples,
             "_maybe_log_save_evaluate": self._maybe_log_save_evaluate,
-            "_evaluate": self._evaluate_for_loop,
-            "evaluate": self._evaluate,
-            "prediction_step": self._prediction_step,
             "_save_checkpoint": self._save_checkpoint,
             "_finalize_training": self._finalize_training,
-            "get_eval_dataloader": self._get_eval_dataloader,
+            **self._evaluations.hooks(),
         }
+
+    @property
+    def _loader(self) -> ResumableDataLoader:
+        """The DataLoader that the loop trains with."""
+        assert self._train_loader is not None
+        return self._train_loader
+
+    # The start
+
+    def _set_initial_training_values(
+        self, original: Callable[..., tuple[Any, ...]], *args: Any, **kwargs: Any
+    ) -> tuple[Any, ...]:
+        # Only here is it certain which loader is trained with: callbacks may request others.
+        arguments = call_arguments(original, args, kwargs).values()
+        self._train_loader = next(value for value in arguments if isinstance(value, ResumableDataLoader))
+        return self._resume.compute_training_values(original, self._train_loader, *args, **kwargs)
+
+    def on_train_begin(self) -> None:
+        """Restore what the trainer does not load itself. Everything is loaded here, and nothing trained."""
+        self._bucket_order = ddp_buckets.watch({"model": self._trainer.model_wrapped}).get("model")
+        if self._trainer.args.save_strategy != "no":
+            self._session.reporter.tracker.checkpoints(enabled=True)
+        self._initial_generation = trainer_snapshot.generation_settings(self._trainer)
+        saved = self._resume.saved
+        if saved is None or not self._resume.is_pending:
+            return
+        self._evaluations.restart_workers_of(saved.snapshot.evaluation_loaders)
+        trainer_snapshot.apply_generation_changes(self._trainer, saved.generation_changes)
+        position = self._resume.position
+        if self._bucket_order is not None:
+            self._bucket_order.take(position.ddp_buckets)
+            self._ddp_buckets = list(position.ddp_buckets)
+        self._restored_log, self._earlier_s = dict(saved.last_log), saved.elapsed_s
+        if position.loader_state is not None:
+            self._loader.restore(position.loader_state)
+
+    def _run_epoch(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        arguments = call_arguments(original, args, kwargs)
+        self._epoch, self._epoch_ended = arguments["epoch"], False
+        resume = self._resume
+        if resume.is_pending:
+            self._epoch_ended = resume.position.epoch_ended
+            resume.restore_trainer(self._loader)
+            resume.run_due_work(arguments)
+            if resume.position.epoch_ended:
+                self._loader.resume_at(None)
+                return
+            arguments = resume.rest_of_epoch(self._loader, arguments)
+            self._report_next_batch = self._session.reporter.is_drill
+        original(**arguments)
+
+    # Steps
 
     def position(self) -> TrainingProgress:
         trainer = self._trainer
         state, args = trainer.state, trainer.args
         step = int(state.global_step)
-        in_step = trainer._train_batch_size * args.gradient_accumulation_steps * args.world_size
-        # TRL counts tokens always, transformers if it is told to (include_num_input_tokens_seen).
+        samples_in_step = trainer._train_batch_size * args.gradient_accumulation_steps * args.world_size
+        # TRL always counts tokens, transformers with include_num_input_tokens_seen.
         tokens = getattr(trainer, "_total_train_tokens", 0) or state.num_input_tokens_seen
         return TrainingProgress(
-            step, state.max_steps, state.epoch, state.num_train_epochs, step * in_step, int(tokens) if tokens else None
+            step=step,
+            total_steps=state.max_steps,
+            epoch=state.epoch,
+            total_epochs=state.num_train_epochs,
+            samples=step * samples_in_step,
+            tokens=int(tokens) if tokens else None,
         )
 
-    # The beginning
-
-    def _set_initial_training_values(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Which loader is trained with: callbacks may ask for others."""
-        told = given(self._real["set_initial_training_values"], args, kwargs)
-        self._loader = next(one for one in told.values() if isinstance(one, ResumableDataLoader))
-        return self._resuming.initial_training_values(self._loader, *args, **kwargs)
-
-    def begun(self) -> None:
-        """on_train_begin: everything is loaded, and nothing trained."""
-        self._watched = ddp_buckets.watch({"model": self._trainer.model_wrapped}).get("model")
-        if self._trainer.args.save_strategy != "no":
-            self._session.reporter.tracker.checkpoints(enabled=True)
-        self._generation = trainer_snapshot.generation(self._trainer)
-        resumed = self._resuming.place
-        if resumed is None:
-            return
-        self._evaluation_loaders = set(resumed["moment"].get("evaluation_loaders", ()))
-        trainer_snapshot.change_generation(self._trainer, resumed.get("generation", {}))
-        if self._watched is not None:
-            self._watched.take(resumed["buckets"])
-            self._buckets = resumed["buckets"]
-        self._last, self._earlier_s = dict(resumed["last"]), resumed["seconds"]
-        if resumed["source"] is not None:
-            assert self._loader is not None
-            self._loader.restore(resumed["source"])
-
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        real = self._real["_run_epoch"]
-        epoch = given(real, args, kwargs)
-        self._where = {"epoch": epoch["epoch"], "ended": False}
-        if (resumed := self._resuming.place) is not None:
-            assert self._loader is not None
-            self._where["ended"] = resumed["ended"]
-            if self._resuming.enter(self._loader, epoch):
-                return
-            self._watch_first = in_drill()
-        real(**epoch)
-
-    # Boundaries
-
-    def _get_batch_samples(self, batches: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
-        session, loader = self._session, self._loader
-        assert loader is not None
-        loader.mark()
+    def _get_batch_samples(
+        self, original: Callable[..., Any], batches: Iterator[Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """A boundary: everything before it belongs to completed steps."""
+        session = self._session
+        self._loader.mark()
         if session.stopped is not None:
-            raise session.stopped  # somebody has caught it
+            raise session.stopped  # the script has caught it
         boundaries = session.boundaries
-        if self._by_count and session.checkpointer.schedule.due_at(self._trainer.state.global_step):
+        if self._saves_by_count and session.checkpointer.schedule.due_by_count(self._trainer.state.global_step):
             boundaries.save_is_due()
         boundaries.step()
         if boundaries.has_request:
-            flags = self._trainer.control
-            flags.should_evaluate = flags.should_save = False
+            control = self._trainer.control
+            control.should_evaluate = control.should_save = False
             if boundaries.stop_requested:
-                self._batches = batches
+                self._next_batches = batches
                 self._stop()
             if self._trainer.state.global_step == session.last_saved:
-                boundaries.saved()  # the script asked for this step, too
+                boundaries.saved()  # the save strategy has requested this step, too
             else:
-                self._save_beside(background=True)
-        if self._watch_first:
-            self._watch_first = False
-            batches = drill_parts.watch_first(batches, self._report_first)
-        return self._real["get_batch_samples"](batches, *args, **kwargs)
+                self._save_periodically(background=True)
+        if self._report_next_batch:
+            self._report_next_batch = False
+            batches = drill_parts.report_first_batch(batches, self._report_first_batch)
+        return original(batches, *args, **kwargs)
 
-    def _report_first(self, batch: Any) -> None:
-        assert self._loader is not None
-        self._session.reporter.restored(functools.partial(drill_parts.data_order, batch, self._loader))
-
-    def drill_parts(self) -> dict[str, Any]:
-        """The state in memory, at a stop or after a resume. Called only in a drill."""
-        assert self._loader is not None
-        found = drill_parts.parts(self._trainer, self._loader, self._where)
-        if self._batches is not None:
-            # There may be collectives in it: all ranks stand at this boundary, and all do this.
-            for batch in itertools.islice(self._batches, 1):
-                found |= drill_parts.data_order(batch, self._loader)
-        return found
-
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        # After every step: each call that is not made is a microsecond.
-        real = self._real["_maybe_log_save_evaluate"]
-        if self._first:
-            self._first = False
+    def _maybe_log_save_evaluate(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        # Runs after every step, and each function call costs about a microsecond.
+        if self._no_step_done:
+            self._no_step_done = False
             self._after_first_step()
-        if self._last:
-            kwargs, args = self._with_last(given(real, args, kwargs)), ()
-        self._line = args, kwargs
-        self._logging = True
+        if self._restored_log:
+            kwargs, args = self._with_restored_log(call_arguments(original, args, kwargs)), ()
+        self._log_call = original, args, kwargs
+        self._evaluations.between_steps = True
         try:
-            real(*args, **kwargs)
+            original(*args, **kwargs)
         finally:
-            self._logging = False
+            self._evaluations.between_steps = False
 
     def _after_first_step(self) -> None:
-        """Memory for the copies that periodic saves write from is made beside training; DDP has sorted its buckets."""
+        """Allocate staging memory for periodic saves beside training, and note the buckets that DDP has sorted."""
         session = self._session
-        if self._watched is not None:
-            self._buckets = self._watched.known()
+        if self._bucket_order is not None:
+            self._ddp_buckets = self._bucket_order.known()
         if self._trainer.args.save_strategy != "no" or session.settings.every != NEVER:
-            session.checkpointer.warm_up(more=self._contents.size(session.ranks.rank))
+            session.checkpointer.warm_up(more=self._contents.estimated_bytes(session.ranks.rank))
 
-    def _with_last(self, line: dict[str, Any]) -> dict[str, Any]:
-        """The end of an epoch whose last step was before the resume has nothing to say of it."""
-        if line.get("learning_rate") is None:
-            return line | self._last
-        self._last = {}
-        return line
+    def _with_restored_log(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Fill in the last step's values at the end of an epoch whose last step was before the resume."""
+        if arguments.get("learning_rate") is None:
+            return arguments | self._restored_log
+        self._restored_log = {}
+        return arguments
 
-    def _of_last_step(self) -> dict[str, float | None]:
-        """What a log line says of it."""
-        line = given(self._real["_maybe_log_save_evaluate"], *self._line) if self._line else self._last
-        values = {name: line.get(name) for name in ("grad_norm", "learning_rate")}
-        return {name: None if value is None else float(value) for name, value in values.items()}
-
-    def _evaluate_for_loop(self, *args: Any, **kwargs: Any) -> Any:
-        if self._resuming.place is not None:
-            return {}  # eval_on_start: it was evaluated when it was started
-        before, self._logging = self._logging, True
-        try:
-            return self._real["_evaluate"](*args, **kwargs)
-        finally:
-            self._logging = before
-
-    def _prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._before is not None:
-            self._stop_in_evaluation(self._session.boundaries.evaluation_step)
-        return self._real["prediction_step"](*args, **kwargs)
-
-    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Each evaluation of a dataset; one of several datasets has others in it."""
-        if not self._logging or self._before is not None:
-            return self._real["evaluate"](*args, **kwargs)
-        self._before = trainer_snapshot.EvaluationSnapshot(self._trainer)
-        try:
-            self._stop_in_evaluation(self._session.boundaries.step)
-            with self._session.reporter.tracker.pausing(RunState.EVALUATING):
-                metrics = self._real["evaluate"](*args, **kwargs)
-        finally:
-            self._before = None
-        if self._resuming.evaluation_is_due:
-            self._resuming.evaluation_is_due = False
-            self._session.last_saved = None  # what is saved of this step does not have it
-        return metrics
-
-    def _get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        real = self._real["get_eval_dataloader"]
-        loader, key = real(*args, **kwargs), given(real, args, kwargs).get("eval_dataset")
-        key = key if isinstance(key, str) else "eval"  # as transformers names them
-        if key in self._evaluation_loaders:
-            self._evaluation_loaders.remove(key)
-            rng = capture_rng({})
-            iter(getattr(loader, "base_dataloader", loader))  # workers start, and draw a seed: that was before
-            restore_rng(rng, {})
-        return loader
-
-    def _stop_in_evaluation(self, come: Callable[[], None]) -> None:
-        session = self._session
-        if session.stopped is not None:
-            raise session.stopped
-        come()
-        if session.boundaries.stop_requested:
-            assert self._before is not None
-            self._before.go_back()
-            self._stop()
+    def _last_log(self) -> dict[str, float | None]:
+        """Return what a log line shows of the last step."""
+        values = self._restored_log
+        if self._log_call is not None:
+            original, args, kwargs = self._log_call
+            values = call_arguments(original, args, kwargs)
+        named = {name: values.get(name) for name in ("grad_norm", "learning_rate")}
+        return {name: None if value is None else float(value) for name, value in named.items()}
 
     def _stop(self) -> None:
-        session = self._session
-        self._pushing.stop()
-        stopped = session.stop()
-        assert self._loader is not None
+        self._hub_pusher.stop()
+        stopped = self._session.stop()
         self._loader.end_workers()
         process_exit.raise_or_exit(stopped)
 
+    # Drills
+
+    def drill_parts(self) -> dict[str, Any]:
+        """Return the state in memory, at a stop or after a resume. The session calls this only in a drill."""
+        epoch = {"epoch": self._epoch, "ended": self._epoch_ended}
+        parts = drill_parts.training_parts(self._trainer, self._loader, epoch)
+        if self._next_batches is not None:
+            # Fetching may run collectives: all ranks are at this boundary, and all fetch.
+            for batch in itertools.islice(self._next_batches, 1):
+                parts |= drill_parts.data_order(batch, self._loader)
+        return parts
+
+    def _report_first_batch(self, batch: Any) -> None:
+        self._session.reporter.restored(functools.partial(drill_parts.data_order, batch, self._loader))
+
     # Saving
 
-    def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
-        """Hugging Face says that a save is due. One of this step that it had not asked for is replaced: it was saved at
-        a stop, before an evaluation was done or an epoch had ended."""
+    def _save_checkpoint(
+        self, original: Callable[..., None], model: Any, trial: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """Save because the save strategy requests it.
+
+        A checkpoint of this step that the strategy had not requested is replaced: it was saved at a stop, before an
+        evaluation ran or the epoch ended.
+        """
         session = self._session
         step = self._trainer.state.global_step
-        if step == session.last_saved == self._contents.asked_at:
-            self._contents.note_best(session.root)
-            self._pin()
-            self._pushing.push(session)  # it was saved at a stop, and not pushed
+        if step == session.last_saved == self._contents.requested_step:
+            self._contents.update_best_checkpoint(session.root)
+            self._pin_best()
+            self._hub_pusher.push(session)  # a stop saves without pushing
         else:
-            self._contents.asked_at = step
-            self._save_beside(background=not self._contents.somebody_looks())
+            self._contents.requested_step = step
+            self._save_periodically(background=not self._contents.is_read_by_callbacks())
 
-    def _on_save(self, real: Callable[..., Any], args: Any, state: Any, control: Any) -> Any:
-        """Callbacks are shown the checkpoint where it is. One that storage refused is not shown: training goes on."""
+    def _on_save(self, original: Callable[..., Any], args: Any, state: Any, control: Any) -> Any:
+        """Show the checkpoint to callbacks at its real path. A save that failed is not shown; training continues."""
         session = self._session
         control.should_save = False
         if state.global_step != session.last_saved:
@@ -342,98 +298,97 @@ class ProtectedTraining:
         if Path(args.output_dir).absolute() != session.root:
             args = copy.copy(args)
             args.output_dir = str(session.root)
-        return real(args, state, control)
+        return original(args, state, control)
 
-    def _save_beside(self, *, background: bool) -> None:
-        self._settle()
+    def _save_periodically(self, *, background: bool) -> None:
+        self._drain_save()
         self._session.save_periodically(background=background and not self._trainer.args.push_to_hub)
 
     def capture(self) -> CapturedState:
-        """What the trainer would save for this step, and where the loop is."""
+        """Describe what the trainer would save for this step, and where the loop is."""
         state = self._trainer.state
-        self._best_before = state.best_model_checkpoint
+        self._previous_best = state.best_model_checkpoint
         return CapturedState(
             epoch=state.epoch,
             metrics=self._contents.metrics(),
-            values={"transformers": self._values()},
+            values={"transformers": self._trainer_state().to_state()},
             extra_files=lambda: self._contents.collect(self._session),
-            unrequested=self._contents.asked_at != state.global_step,
+            unrequested=self._contents.requested_step != state.global_step,
             replace=True,
         )
 
     def saved(self) -> None:
         """Keep the best checkpoint and push the new one."""
-        self._pin(self._best_before)  # until the new one is durable
-        self._pushing.push(self._session)
+        self._pin_best(self._previous_best)  # until the new one is durable
+        self._hub_pusher.push(self._session)
 
     def save_failed(self) -> None:
         """Go back to the best of the checkpoints that exist."""
-        self._trainer.state.best_model_checkpoint = self._best_before
+        self._trainer.state.best_model_checkpoint = self._previous_best
 
-    def _pin(self, *more: str | None) -> None:
-        """The best checkpoint stays."""
-        best = (self._trainer.state.best_model_checkpoint, *more)
-        self._session.checkpointer.pin(*map(preflight.step_of, best))
+    def _pin_best(self, *others: str | None) -> None:
+        """Keep retention from removing the best checkpoint, and others."""
+        checkpoints = (self._trainer.state.best_model_checkpoint, *others)
+        self._session.checkpointer.pin(*map(preflight.step_of, checkpoints))
 
-    def _settle(self) -> None:
-        """The save before this one is done, or lost."""
+    def _drain_save(self) -> None:
+        """Wait for the previous save. If it failed, the best checkpoint may be the one before."""
         state = self._trainer.state
         if self._session.drain_save() and not Path(state.best_model_checkpoint or ".").is_dir():
-            state.best_model_checkpoint = self._best_before
+            state.best_model_checkpoint = self._previous_best
 
-    def _values(self) -> dict[str, Any]:
+    def _trainer_state(self) -> TrainerState:
         trainer, loader = self._trainer, self._loader
-        assert loader is not None
-        loader.mark()  # here, too: the step may be followed by a save before the next fetch
-        now, requested = trainer_snapshot.capture(trainer), self._contents.asked_at == trainer.state.global_step
-        now["flags"]["should_save"] &= not requested  # once it is resumed from, it is done
-        return {
-            **self._where,
-            "position": loader.position,
-            "source": loader.state(),
-            "moment": now,
-            "last": self._of_last_step(),
-            "buckets": self._buckets,
-            "max_steps": trainer.state.max_steps,
-            "world_size": trainer.args.world_size,
-            "batch_size": trainer._train_batch_size,
-            "accumulation": trainer.args.gradient_accumulation_steps,
-            "more_steps": self._resuming.more_steps,
-            "epochs": trainer.state.num_train_epochs,
-            "seconds": self._earlier_s + time.monotonic() - self._began,
-            "given": self._resuming.given,
-            "followers": experiment_trackers.ids(trainer),
-            "requested": requested,
-            "log_keys": trainer_snapshot.log_keys(trainer.state.log_history),
-            "generation": trainer_snapshot.changes(self._generation, trainer_snapshot.generation(trainer)),
-        }
+        loader.mark()  # a save may follow the step before the next fetch does
+        snapshot = trainer_snapshot.capture(trainer)
+        save_requested = self._contents.requested_step == trainer.state.global_step
+        if save_requested:  # this save is the one that was due
+            flags = {**snapshot.control_flags, "should_save": False}
+            snapshot = dataclasses.replace(snapshot, control_flags=flags)
+        generation = trainer_snapshot.generation_settings(trainer)
+        return TrainerState(
+            epoch=self._epoch,
+            epoch_ended=self._epoch_ended,
+            data_position=loader.position,
+            loader_state=loader.state(),
+            snapshot=snapshot,
+            last_log=self._last_log(),
+            ddp_buckets=self._ddp_buckets,
+            max_steps=trainer.state.max_steps,
+            world_size=trainer.args.world_size,
+            batch_size=trainer._train_batch_size,
+            gradient_accumulation_steps=trainer.args.gradient_accumulation_steps,
+            extra_steps=self._resume.extra_steps,
+            num_train_epochs=trainer.state.num_train_epochs,
+            elapsed_s=self._earlier_s + time.monotonic() - self._started,
+            script_checkpoint=self._resume.script_checkpoint,
+            tracker_runs=experiment_trackers.run_ids(trainer),
+            save_requested=save_requested,
+            log_key_orders=trainer_snapshot.log_key_orders(trainer.state.log_history),
+            generation_changes=trainer_snapshot.generation_changes(self._initial_generation, generation),
+        )
 
     # The end
 
-    def epoch_ended(self) -> None:
-        """on_epoch_end, the last of the callbacks."""
-        self._where["ended"] = True
-        if self._by_count and self._session.checkpointer.schedule.due_at(self.position().step, epoch_ended=True):
+    def on_epoch_end(self) -> None:
+        """Note that the epoch has ended. Reprieve's callback is the last one."""
+        self._epoch_ended = True
+        schedule = self._session.checkpointer.schedule
+        if self._saves_by_count and schedule.due_by_count(self.position().step, epoch_ended=True):
             self._session.boundaries.save_is_due()
 
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+    def on_log(self, logs: Mapping[str, Any]) -> None:
+        """Report what the trainer logs."""
+        self._session.reporter.tracker.metrics(logs)
+
+    def _finalize_training(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         session, trainer = self._session, self._trainer
-        real = self._real["_finalize_training"]
         session.boundaries.finish()
-        self._settle()
+        self._drain_save()
         if session.settings.save_at_end and trainer.state.global_step != session.last_saved:
             session.save(background=False)
         session.finish({"max_steps": trainer.state.max_steps})
-        end = given(real, args, kwargs)
-        end["start_time"] -= self._earlier_s
-        with self._contents.nowhere():  # it would remove checkpoints
-            return real(**end)
-
-    def logged(self, logs: Mapping[str, Any]) -> None:
-        """on_log."""
-        self._session.reporter.tracker.metrics(logs)
-
-
-def _as(real: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    """Ours, with the name and the signature of the trainer's own."""
-    return functools.wraps(real)(functools.partial(ours))
+        arguments = call_arguments(original, args, kwargs)
+        arguments["start_time"] -= self._earlier_s
+        with self._contents.checkpoints_hidden():  # it would remove checkpoints
+            return original(**arguments)

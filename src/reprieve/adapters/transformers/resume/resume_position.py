@@ -1,99 +1,164 @@
-"""Where a training was, in batches of today: they may be others than those before, of other ranks.
+"""Computes where in the data a resumed training continues, in batches of this process.
 
-What every rank has saved of the loop (`Training._values`), and on top:
-
-    changed      the batches are others
-    length       of the epoch that was interrupted, in batches, if that is not as many as the others have
-    more_steps   than so many epochs would have: some were done in steps of another size
-    epochs       at least so many, where the number of steps is limited
+The interrupted process may have had another batch size, number of batches in a step or number of ranks. Then the rest
+of the epoch is redistributed, and the number of steps that remain is computed anew. `hooks.py` does both once the
+trainer knows its DataLoader: `find_position`, then `count_remaining_steps`.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers.trainer_utils import has_length
 
 from reprieve.adapters.transformers.resume.resumable_dataloader import ResumableDataLoader
+from reprieve.adapters.transformers.trainer_state import TrainerState
+from reprieve.data.positions import PassPosition
 
 log = logging.getLogger("reprieve")
 
 
-def find(saved: Mapping[str, Any], trainer: Any, loader: ResumableDataLoader, batches: int) -> dict[str, Any]:
-    """What was saved of the loop, put into the batches of this process; an epoch has so many of them."""
-    args, position = trainer.args, saved["position"]
-    now = args.world_size, trainer._train_batch_size, args.gradient_accumulation_steps
-    then = saved["world_size"], saved["batch_size"], saved["accumulation"]
-    found = {**saved, "length": None, "changed": now != then}
-    if found["changed"]:
-        found |= _dealt_again(saved, trainer, loader)
-        position = found["position"]
-    over = saved["ended"] or position.get("ended")
-    if "dealt" in position and not over:
-        found["length"] = loader.length(position)
-        over = found["length"] is not None and found["length"] <= position["consumed"]
-    if over and (found["changed"] or "dealt" in position) and has_length(loader):
-        found |= {"length": None, "position": {**position, "consumed": batches, "ended": True}}
-    return found
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """What an optimizer step consists of: `world_size` × `accumulation` batches of `batch_size` samples."""
+
+    world_size: int
+    batch_size: int
+    accumulation: int
+
+    @classmethod
+    def of(cls, trainer: Any) -> StepSize:
+        args = trainer.args
+        return cls(args.world_size, trainer._train_batch_size, args.gradient_accumulation_steps)
+
+    @classmethod
+    def saved_in(cls, saved: TrainerState) -> StepSize:
+        return cls(saved.world_size, saved.batch_size, saved.gradient_accumulation_steps)
 
 
-def _dealt_again(saved: Mapping[str, Any], trainer: Any, loader: ResumableDataLoader) -> dict[str, Any]:
-    args, position = trainer.args, saved["position"]
-    ranks, size, count = args.world_size, trainer._train_batch_size, args.gradient_accumulation_steps
-    done = position["consumed"] * saved["world_size"] * saved["batch_size"]
-    source: dict[str, Any] | None = {name: value for name, value in saved["source"].items() if name != "workers"}
-    dealt = loader.deal_again(position, count)
-    if dealt is None:
-        source, dealt = None, {name: position[name] for name in ("start", "iteration", "ended") if name in position}
-        dealt["consumed"] = done // (ranks * size) // count * count
-        but = "; some of them may come again and some others not, because its loader does not say how it makes batches"
-    else:
-        done = dealt["dealt"]["samples"] if "dealt" in dealt else 0
-        but = _reordered(saved, trainer)
-    log.warning(
-        "the checkpoint was written by %d ranks with %d batches of %d in a step, these are %d with %d of %d: the run "
-        "goes on at the same place in the data (%d samples of this epoch are done), but no longer bit for bit as it "
-        "would%s",
-        saved["world_size"],
-        saved["accumulation"],
-        saved["batch_size"],
-        ranks,
-        count,
-        size,
-        done,
-        but,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumePosition:
+    """Where a resumed training continues."""
+
+    epoch: int
+    epoch_ended: bool
+    data_position: PassPosition
+    loader_state: Mapping[str, Any] | None
+    """None: the state of the interrupted process's DataLoader does not fit this one."""
+    ddp_buckets: Sequence[str]
+    step_size_changed: bool
+    epoch_batches: int | None = None
+    """Batches in the interrupted epoch; None: as many as in every epoch."""
+    extra_steps: int = 0
+    """Steps beyond what the epochs have, because earlier steps had another size."""
+    min_epochs: int = 0
+    """Epochs needed to reach `max_steps`, where the script limits the number of steps."""
+
+
+def find_position(
+    saved: TrainerState, trainer: Any, loader: ResumableDataLoader, batches_in_epoch: int
+) -> ResumePosition:
+    """Convert the saved position into batches of this process."""
+    before, now = StepSize.saved_in(saved), StepSize.of(trainer)
+    found = ResumePosition(
+        epoch=saved.epoch,
+        epoch_ended=saved.epoch_ended,
+        data_position=PassPosition.from_state(saved.data_position),
+        loader_state=saved.loader_state,
+        ddp_buckets=saved.ddp_buckets,
+        step_size_changed=now != before,
+        extra_steps=saved.extra_steps,
+        min_epochs=saved.num_train_epochs,
     )
-    return {"position": dealt, "source": source, "buckets": []}
+    if found.step_size_changed:
+        found = _redistribute(found, trainer, loader, before, now)
+    position, epoch_batches = found.data_position, None
+    is_redistributed = position.redistribution is not None
+    is_over = found.epoch_ended or position.ended
+    if is_redistributed and not is_over:
+        epoch_batches = loader.length(position.to_state())
+        is_over = epoch_batches is not None and epoch_batches <= position.consumed
+    if is_over and (found.step_size_changed or is_redistributed) and has_length(loader):
+        return replace(found, data_position=replace(position, consumed=batches_in_epoch, ended=True))
+    return replace(found, epoch_batches=epoch_batches)
 
 
-def _reordered(saved: Mapping[str, Any], trainer: Any) -> str:
-    """The order of the samples hangs on what has changed: what to say of it."""
+def _redistribute(
+    found: ResumePosition, trainer: Any, loader: ResumableDataLoader, before: StepSize, now: StepSize
+) -> ResumePosition:
+    """Divide the rest of the epoch into batches of the new size, and log a warning."""
+    position = found.data_position
+    loader_state: dict[str, Any] | None
+    loader_state = {name: value for name, value in (found.loader_state or {}).items() if name != "workers"}
+    redistributed = loader.redistribute(position.to_state(), now.accumulation)
+    if redistributed is None:
+        loader_state = None
+        samples_done = position.consumed * before.world_size * before.batch_size
+        batches = samples_done // (now.world_size * now.batch_size)
+        new_position = PassPosition(
+            consumed=batches // now.accumulation * now.accumulation,
+            start_rng=position.start_rng,
+            iteration=position.iteration,
+            ended=position.ended,
+        )
+        caveat = (
+            "; some samples may be repeated and others skipped: the DataLoader does not expose how it makes batches"
+        )
+    else:
+        new_position = PassPosition.from_state(redistributed)
+        samples_done = new_position.redistribution.samples if new_position.redistribution is not None else 0
+        caveat = _order_caveat(trainer, before, now)
+    log.warning(
+        "the checkpoint has %d × %d × %d samples in a step (ranks × batches × batch size), and this run has "
+        "%d × %d × %d: it resumes at the same position in the data (%d samples of this epoch are done), but is no "
+        "longer bit for bit equal to an undisturbed run%s",
+        before.world_size,
+        before.accumulation,
+        before.batch_size,
+        now.world_size,
+        now.accumulation,
+        now.batch_size,
+        samples_done,
+        caveat,
+    )
+    return replace(found, data_position=new_position, loader_state=loader_state, ddp_buckets=[])
+
+
+def _order_caveat(trainer: Any, before: StepSize, now: StepSize) -> str:
+    """What to add to the warning where the order of the samples depends on the step size."""
     args = trainer.args
-    in_step = trainer._train_batch_size * args.gradient_accumulation_steps
-    if args.train_sampling_strategy == "group_by_length" and in_step != saved["batch_size"] * saved["accumulation"]:
-        why = "samples grouped by length come in another order in such steps"
-    elif not args.accelerator_config.use_seedable_sampler and (saved["world_size"] == 1) != (args.world_size == 1):
-        why = "with use_seedable_sampler=False one process and several have different orders"
+    is_grouped = args.train_sampling_strategy == "group_by_length"
+    if is_grouped and now.batch_size * now.accumulation != before.batch_size * before.accumulation:
+        reason = "samples grouped by length come in another order in steps of this size"
+    elif not args.accelerator_config.use_seedable_sampler and (before.world_size == 1) != (now.world_size == 1):
+        reason = "with use_seedable_sampler=False, a single process orders samples differently from several"
     else:
         return ""
-    return f"; {why}: of this epoch some come again, some not"
+    return f"; {reason}: some samples of this epoch are repeated, others skipped"
 
 
-def count(place: dict[str, Any], trainer: Any, step: int, in_epoch: int, batches: int, max_steps: int) -> None:
-    """How much there is to do after `step`, where steps were of another size before: `more_steps`, or `epochs`. An
-    epoch has so many steps, and batches; `max_steps` are those of all epochs, or what the script says."""
-    if not place["changed"]:
-        return  # as it was saved
-    left = steps(trainer, place["length"] or batches) - steps(trainer, place["position"]["consumed"])
+def count_remaining_steps(
+    position: ResumePosition, trainer: Any, *, step: int, steps_in_epoch: int, batches_in_epoch: int, max_steps: int
+) -> ResumePosition:
+    """Compute `extra_steps` or `min_epochs` after `step`, where earlier steps had another size.
+
+    `max_steps` is the script's limit or, without one, the number of steps in all epochs.
+    """
+    if not position.step_size_changed:
+        return position
+    epoch_steps = steps_of(trainer, position.epoch_batches or batches_in_epoch)
+    remaining = epoch_steps - steps_of(trainer, position.data_position.consumed)
     if trainer.args.max_steps > 0:
-        place["epochs"] = place["epoch"] + 1 + math.ceil(max(max_steps - step - left, 0) / in_epoch)
-    else:
-        place["more_steps"] = max(step + left - (place["epoch"] + 1) * in_epoch, step - max_steps)
+        later_epochs = math.ceil(max(max_steps - step - remaining, 0) / steps_in_epoch)
+        return replace(position, min_epochs=position.epoch + 1 + later_epochs)
+    extra_steps = step + remaining - (position.epoch + 1) * steps_in_epoch
+    return replace(position, extra_steps=max(extra_steps, step - max_steps))
 
 
-def steps(trainer: Any, batches: int) -> int:
-    """That so many batches make."""
+def steps_of(trainer: Any, batches: int) -> int:
+    """The number of optimizer steps that so many batches make."""
     return math.ceil(batches / int(trainer.args.gradient_accumulation_steps))

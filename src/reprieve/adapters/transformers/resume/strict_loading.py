@@ -1,8 +1,8 @@
-"""Reading a checkpoint with the trainer's own code, but strictly: what does not fit is an error, not a warning.
+"""Makes the trainer's own loading strict: a checkpoint that does not fit is an error, not a warning.
 
-Transformers resumes with `load_state_dict(strict=False)`, and does not look at what PEFT says of an adapter. Models
-whose weights have other names on disk than in memory (Mixtral's and Qwen2-MoE's experts) lose them that way without a
-word; these are read through `from_pretrained`, which knows the names.
+Transformers resumes with `load_state_dict(strict=False)` and ignores what PEFT reports about an adapter. Models whose
+weights have other names on disk than in memory (the experts of Mixtral and Qwen2-MoE) silently lose them that way.
+Here `from_pretrained`, which knows the names, reads these. The hooks in `hooks.py` wrap each load in these functions.
 """
 
 from __future__ import annotations
@@ -18,41 +18,44 @@ import torch
 from transformers import PreTrainedModel
 from transformers.trainer_callback import ExportableState
 
-from reprieve.adapters.transformers.patching import replaced
+from reprieve.adapters.transformers.patching import patched
 from reprieve.errors import ReprieveError, StateMismatch
 
 log = logging.getLogger("reprieve")
 
 _ADAPTER = "adapter_config.json"
 
-_MISFITS = ("state_dict", "loaded state dict", "size mismatch", "Can't find a valid checkpoint", "failed to resume")
-"""How torch, PEFT, transformers and DeepSpeed say it."""
+_MISMATCHES = ("state_dict", "loaded state dict", "size mismatch", "Can't find a valid checkpoint", "failed to resume")
+"""Words in which torch, PEFT, transformers and DeepSpeed report a checkpoint of another model."""
 
 
-# Transformers 5.17 loads the optimizer of several ranks without GPUs to "cpu:0", which torch does not know.
+# Transformers 5.17 loads the optimizer of several ranks without GPUs to "cpu:0", a location that torch rejects.
 torch.serialization.register_package(
     100, lambda storage: None, lambda storage, location: storage if location.startswith("cpu:") else None
 )
 
 
 @contextlib.contextmanager
-def explained(path: str) -> Iterator[None]:
-    """Weights of other shapes or names: said as such."""
+def mismatch_explained(path: str) -> Iterator[None]:
+    """Turn errors about shapes or names of weights into StateMismatch."""
     try:
         yield
     except ReprieveError:
         raise
     except (RuntimeError, ValueError) as error:
-        if not any(words in str(error) for words in _MISFITS):
-            raise  # out of memory, and whatever else can go wrong
+        if not any(words in str(error) for words in _MISMATCHES):
+            raise  # out of memory, for example
         raise StateMismatch(
-            f"{path} does not fit this model: {error}. Train the model that it is of, or give another output_dir, or "
-            "start over (reprieve run --fresh)"
+            f"{path} does not fit this model: {error}. Train the model that it was saved from, choose another "
+            "output_dir, or start over (reprieve run --fresh)"
         ) from error
 
 
-def complete(model: Any, result: Any, path: str) -> None:
-    """`result`: what `load_state_dict(strict=False)` answered. Read what it has left out, or raise StateMismatch."""
+def complete_weights(model: Any, result: Any, path: str) -> None:
+    """Load the weights that a non-strict load left out, or raise StateMismatch.
+
+    `result` is what `load_state_dict(strict=False)` returned.
+    """
     missing, unexpected = _missing(model, result.missing_keys), list(result.unexpected_keys)
     if not missing and not unexpected:
         tie = getattr(model, "tie_weights", None)
@@ -60,45 +63,48 @@ def complete(model: Any, result: Any, path: str) -> None:
             tie()
         return
     if isinstance(model, PreTrainedModel) and missing and unexpected:
-        # What it does not find it makes up, and says so.
-        read: Any = type(model).from_pretrained
-        converted, info = read(
+        # It initializes what it does not find, and reports that.
+        from_pretrained: Any = type(model).from_pretrained
+        converted, info = from_pretrained(
             path, config=model.config, dtype=next(model.parameters()).dtype, output_loading_info=True
         )
         missing, unexpected = _missing(model, info["missing_keys"]), list(info["unexpected_keys"])
         if not missing and not unexpected:
-            log.info("the weights in %s have other names: they were converted", path)
+            log.info("converted the names of the weights in %s", path)
             model.load_state_dict(converted.state_dict())
     if missing or unexpected:
-        raise of_another_model(path, missing, unexpected)
+        raise model_mismatch(path, missing, unexpected)
 
 
 @contextlib.contextmanager
 def strict_adapters(model: Any, path: str) -> Iterator[None]:
-    """While inside, an adapter that does not fill what is trained, or has something left over, is an error."""
-    real = getattr(model, "load_adapter", None)
-    if real is None:
+    """Make a PEFT adapter that lacks trained weights, or has unknown ones, an error."""
+    original = getattr(model, "load_adapter", None)
+    if original is None:
         yield
         return
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
     def load_adapter(*args: Any, **kwargs: Any) -> Any:
-        result = real(*args, **kwargs)
-        # Some methods (VeRA) make a part of their weights anew, the same each time: those are not trained.
+        result = original(*args, **kwargs)
+        # Some methods (VeRA) regenerate a part of their weights, always the same: those are not trained.
         missing = [key for key in getattr(result, "missing_keys", ()) if key in trained]
         unexpected = list(getattr(result, "unexpected_keys", ()))
         if missing or unexpected:
-            raise of_another_model(path, missing, unexpected)
+            raise model_mismatch(path, missing, unexpected)
         return result
 
-    with replaced(model, "load_adapter", load_adapter):
+    with patched(model, "load_adapter", load_adapter):
         yield
 
 
 @contextlib.contextmanager
-def every_adapter(model: Any, path: str) -> Iterator[None]:
-    """Around stock's load. Of a checkpoint with several adapters that leaves out the one in the folder itself, and it
-    activates one alone: here all are loaded, and those are active and trained that were before."""
+def all_adapters_loaded(model: Any, path: str) -> Iterator[None]:
+    """Correct what the stock load does with several adapters.
+
+    It skips the adapter in the checkpoint's own folder and activates a single one. This loads all of them, and those
+    that were active and trained before stay so.
+    """
     if not hasattr(model, "peft_config"):
         yield
         return
@@ -109,36 +115,37 @@ def every_adapter(model: Any, path: str) -> Iterator[None]:
     if (folder / _ADAPTER).exists() and any(
         (inner / _ADAPTER).exists() for inner in folder.iterdir() if inner.is_dir()
     ):
-        model.load_adapter(path, "default")  # that is whose files PEFT puts there
+        model.load_adapter(path, "default")  # PEFT saves this one into the folder itself
     if list(model.active_adapters) != active:
         model.base_model.set_adapter(active)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained.get(name, parameter.requires_grad))
 
 
-def callbacks(trainer: Any) -> None:
-    """The state of callbacks, into those that are there; the trainer would make new ones, in another order."""
-    known: dict[str, list[Any]] = {}
-    for one in trainer.callback_handler.callbacks:
-        if isinstance(one, ExportableState):
-            known.setdefault(type(one).__name__, []).append(one)
+def restore_callbacks(trainer: Any) -> None:
+    """Restore the existing callbacks from the trainer's state. Stock would make new ones, in another order."""
+    by_name: dict[str, list[Any]] = {}
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, ExportableState):
+            by_name.setdefault(type(callback).__name__, []).append(callback)
     for name, data in trainer.state.stateful_callbacks.items():
-        for one, saved in zip(known.get(name, ()), data if isinstance(data, list) else [data], strict=False):
-            restore_callback(one, saved)
+        states = data if isinstance(data, list) else [data]
+        for callback, saved in zip(by_name.get(name, ()), states, strict=False):
+            restore_callback(callback, saved)
 
 
 def restore_callback(callback: Any, saved: Mapping[str, Any]) -> None:
-    """As it was when its `state()` gave this. What it remembers may be among the arguments that it is made with."""
+    """Restore a callback to what its `state()` returned. Some keep their state in constructor arguments."""
     if json.dumps(saved.get("args", {}), default=str) != json.dumps(callback.state().get("args", {}), default=str):
         vars(callback).update(vars(type(callback)(**saved["args"])))
     for attribute, value in saved.get("attributes", {}).items():
         setattr(callback, attribute, value)
 
 
-def of_another_model(path: str, missing: Collection[str], unexpected: Collection[str]) -> StateMismatch:
-    """What to raise."""
+def model_mismatch(path: str, missing: Collection[str], unexpected: Collection[str]) -> StateMismatch:
+    """Return the error to raise for weights that do not belong to this model."""
     return StateMismatch(
-        f"{path} is of another model: "
+        f"{path} was saved from another model: "
         + "; ".join(
             f"{len(keys)} weights {what}, such as {', '.join(sorted(keys)[:3])}"
             for what, keys in (("are missing", missing), ("are unknown", unexpected))
@@ -148,8 +155,8 @@ def of_another_model(path: str, missing: Collection[str], unexpected: Collection
 
 
 def _missing(model: Any, keys: Collection[str]) -> list[str]:
-    """Those that are missed: others are tied to what is there, or are never saved."""
-    left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    """Return the keys that are really missing. Others are tied to weights that were loaded, or are never saved."""
+    never_saved = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     state = model.state_dict(keep_vars=True)
     pointers = {value.data_ptr() for key, value in state.items() if key not in keys and value.numel()}
-    return [key for key in keys if key not in left_out and state[key].data_ptr() not in pointers]
+    return [key for key in keys if key not in never_saved and state[key].data_ptr() not in pointers]

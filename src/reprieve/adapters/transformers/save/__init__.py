@@ -1,1 +1,1 @@
-"""What a checkpoint of a Hugging Face trainer holds, and how it is caught on its way to the disk."""
+"""How a Hugging Face trainer saves: its own code decides on the files, and Reprieve intercepts and writes them."""

@@ -1,4 +1,8 @@
-"""What goes into a checkpoint of a trainer: whatever Hugging Face would write, caught on its way (`collecting.py`)."""
+"""Collects what goes into a checkpoint of a trainer: whatever Hugging Face's own code writes for this step.
+
+`training.py` passes `CheckpointContents.collect` to the engine, which calls it during a save. `interception.py` keeps
+the large files off the disk.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ import torch
 from transformers.trainer_callback import TrainerCallback
 
 from reprieve.adapters.transformers import deepspeed
-from reprieve.adapters.transformers.patching import replaced
+from reprieve.adapters.transformers.patching import patched
 from reprieve.adapters.transformers.save.hub_push import HubPusher
 from reprieve.adapters.transformers.save.interception import SaveInterceptor
 from reprieve.checkpoint.folder import paths
@@ -21,38 +25,38 @@ from reprieve.checkpoint.format.layout import FileLayout
 from reprieve.errors import RankFailed, RanksError
 from reprieve.session.session import Session
 
-_LOOKS_IF: dict[str, Callable[[Any], bool]] = {
-    "WandbCallback": lambda one: getattr(one._log_model, "value", None) == "checkpoint",
-    "TrackioCallback": lambda one: False,
-    "MLflowCallback": lambda one: bool(one._log_artifacts),
-    "NeptuneCallback": lambda one: bool(one._should_upload_checkpoint),
-    "ClearMLCallback": lambda one: bool(one._log_model),
-    "FlyteCallback": lambda one: bool(one.sync_checkpoints),
-    "DVCLiveCallback": lambda one: one._log_model == "all",
-    "SwanLabCallback": lambda one: False,
+_READS_CHECKPOINT: dict[str, Callable[[Any], bool]] = {
+    "WandbCallback": lambda callback: getattr(callback._log_model, "value", None) == "checkpoint",
+    "TrackioCallback": lambda callback: False,
+    "MLflowCallback": lambda callback: bool(callback._log_artifacts),
+    "NeptuneCallback": lambda callback: bool(callback._should_upload_checkpoint),
+    "ClearMLCallback": lambda callback: bool(callback._log_model),
+    "FlyteCallback": lambda callback: bool(callback.sync_checkpoints),
+    "DVCLiveCallback": lambda callback: callback._log_model == "all",
+    "SwanLabCallback": lambda callback: False,
 }
-"""Callbacks of transformers that have `on_save`: when they do read the checkpoint there."""
+"""Whether the `on_save` of a callback of transformers reads the checkpoint. Other callbacks may."""
 
 
 class CheckpointContents:
-    """Of the checkpoints of one trainer."""
+    """The contents of one trainer's checkpoints."""
 
-    def __init__(self, trainer: Any, save_checkpoint: Callable[..., None], pushing: HubPusher) -> None:
-        """`save_checkpoint`: the trainer's own."""
+    def __init__(self, trainer: Any, save_checkpoint: Callable[..., None], hub_pusher: HubPusher) -> None:
+        """`save_checkpoint`: the trainer's own method, which collects the files."""
         self._trainer = trainer
         self._save_checkpoint = save_checkpoint
-        self._pushing = pushing
-        self.asked_at: int | None = None
-        """The last step that Hugging Face wanted to be saved."""
+        self._hub_pusher = hub_pusher
+        self.requested_step: int | None = None
+        """The last step for which the script's save strategy requested a checkpoint."""
         if trainer.is_fsdp_enabled:
-            # Accelerate may import it only when it saves: its writer could not be replaced before.
+            # Accelerate may import it only when it saves, and then its writer could not be intercepted.
             importlib.import_module("torch.distributed.checkpoint")
 
     def collect(self, session: Session) -> list[FileLayout]:
-        """What its own code saves now, of this rank.
+        """Return the files that the trainer's own code saves now on this rank.
 
-        There are collectives in it (a sum over all ranks, DCP's plans). So nobody begins before all can write, and
-        storage that fails one rank meanwhile fails the save only once all are through: then training may go on.
+        That code runs collectives (a sum over all ranks, DCP's plans). So no rank starts before all can write, and a
+        storage error on one rank fails the save only once all ranks are through: then training can continue.
         """
         step, ranks = self._trainer.state.global_step, session.ranks
         scratch = paths.collecting(session.root, step, session.checkpointer.attempt, ranks.rank)
@@ -60,9 +64,9 @@ class CheckpointContents:
         found: list[FileLayout] = []
         failed: OSError | None = None
 
-        def make() -> None:
+        def make_scratch() -> None:
             shutil.rmtree(scratch, ignore_errors=True)
-            # Also where this rank saves nothing: it looks whether the best checkpoint is there.
+            # Also where this rank saves nothing: the trainer checks whether the best checkpoint is there.
             folder.mkdir(parents=True)
 
         def save() -> str | None:
@@ -74,12 +78,12 @@ class CheckpointContents:
             return None if failed is None else str(failed)
 
         try:
-            ranks.agree("scratch", make)
+            ranks.agree("scratch", make_scratch)
             reasons = ranks.agree("collect", save)
         except RankFailed as error:
             if failed is None:
                 raise
-            raise RanksError(f"{failed}. The other ranks stand still in the save, and training cannot go on") from error
+            raise RanksError(f"{failed}. The other ranks are stuck in the save: training cannot continue") from error
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
         if failed is not None:
@@ -92,36 +96,40 @@ class CheckpointContents:
     def _files(self, session: Session, scratch: Path, folder: Path) -> list[FileLayout]:
         state = self._trainer.state
         before = state.best_model_checkpoint
-        with self._output_to(scratch), self._pushing.held(), SaveInterceptor(folder) as collecting:
+        with self._output_to(scratch), self._hub_pusher.suspended(), SaveInterceptor(folder) as interceptor:
             self._save_checkpoint(self._trainer.model_wrapped, None)
-        noted, state.best_model_checkpoint = state.best_model_checkpoint, before
-        self.note_best(session.root)
-        if state.best_model_checkpoint != noted and (folder / "trainer_state.json").exists():
+        written, state.best_model_checkpoint = state.best_model_checkpoint, before
+        self.update_best_checkpoint(session.root)
+        if state.best_model_checkpoint != written and (folder / "trainer_state.json").exists():
             state.save_to_json(str(folder / "trainer_state.json"))
-        return collecting.files()
+        return interceptor.files()
 
-    def note_best(self, root: Path) -> None:
-        """If this step is the best one, its checkpoint is, where it will be. A stop, or a schedule of ours, may save
-        a step that Hugging Face would not have saved: the best checkpoint of an undisturbed run is none of those."""
+    def update_best_checkpoint(self, root: Path) -> None:
+        """Make this step's checkpoint the best one, if its metrics are.
+
+        Only steps that the save strategy requested count: a stop or `every` may save others, which an undisturbed run
+        would not have.
+        """
         state = self._trainer.state
-        if state.best_global_step == state.global_step == self.asked_at:
+        if state.best_global_step == state.global_step == self.requested_step:
             state.best_model_checkpoint = str(paths.checkpoint(root, state.global_step))
 
-    def size(self, rank: int) -> int:
-        """About how many bytes this rank will write. The optimizer has its state."""
+    def estimated_bytes(self, rank: int) -> int:
+        """Estimate how many bytes this rank will write, once the optimizer has its state."""
         trainer = self._trainer
         if trainer.is_deepspeed_enabled:
-            return deepspeed.size(trainer.model_wrapped, rank)
+            return deepspeed.checkpoint_bytes(trainer.model_wrapped, rank)
         if rank != 0 and not trainer.is_fsdp_enabled:
             return 0
         model = trainer.model
-        weights = [one for one in model.parameters() if one.requires_grad or not hasattr(model, "peft_config")]
-        states = (one for state in trainer.optimizer.state.values() for one in state.values())
-        tensors = [getattr(one, "_local_tensor", one) for one in (*weights, *states) if isinstance(one, torch.Tensor)]
-        return int(sum(one.nbytes for one in tensors) * 1.01)
+        saves_all = not hasattr(model, "peft_config")
+        weights = [parameter for parameter in model.parameters() if parameter.requires_grad or saves_all]
+        states = (value for state in trainer.optimizer.state.values() for value in state.values())
+        tensors = (value for value in (*weights, *states) if isinstance(value, torch.Tensor))
+        return int(sum(getattr(tensor, "_local_tensor", tensor).nbytes for tensor in tensors) * 1.01)
 
     def metrics(self) -> dict[str, float]:
-        """What was logged at this step."""
+        """Return the numbers that were logged at this step."""
         state = self._trainer.state
         found: dict[str, float] = {}
         for entry in reversed(state.log_history):
@@ -131,21 +139,21 @@ class CheckpointContents:
         found.pop("step", None)
         return found
 
-    def somebody_looks(self) -> bool:
-        """Does anybody read the checkpoint as soon as it is saved?"""
+    def is_read_by_callbacks(self) -> bool:
+        """Whether a callback reads the checkpoint as soon as it is saved."""
         return any(
-            _LOOKS_IF.get(type(one).__name__, lambda _: True)(one)
-            for one in self._trainer.callback_handler.callbacks
-            if type(one).on_save is not TrainerCallback.on_save
+            _READS_CHECKPOINT.get(type(callback).__name__, lambda _: True)(callback)
+            for callback in self._trainer.callback_handler.callbacks
+            if type(callback).on_save is not TrainerCallback.on_save
         )
 
     @contextlib.contextmanager
-    def nowhere(self) -> Iterator[None]:
-        """While inside, the trainer finds no checkpoints to remove."""
+    def checkpoints_hidden(self) -> Iterator[None]:
+        """Keep the trainer from finding checkpoints, and so from removing them."""
         with self._output_to(Path(self._trainer.args.output_dir) / ".none"):
             yield
 
     @contextlib.contextmanager
     def _output_to(self, folder: Path) -> Iterator[None]:
-        with replaced(self._trainer, "_get_output_dir", lambda *args, **kwargs: str(folder)):
+        with patched(self._trainer, "_get_output_dir", lambda *args, **kwargs: str(folder)):
             yield
