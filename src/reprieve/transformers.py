@@ -1,4 +1,4 @@
-"""`reprieve.transformers.protect(trainer)`."""
+"""Public API for Hugging Face trainers: `reprieve.transformers.protect(trainer)`. See docs/transformers.md."""
 
 from __future__ import annotations
 

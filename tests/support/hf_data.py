@@ -1,4 +1,4 @@
-"""Data that Hugging Face's trainers learn from in the tests, and a tokenizer: all made here."""
+"""Generated training data for tests of Hugging Face's trainers, and a tokenizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VOCABULARY, LENGTH = 99, 16
 
 
 class Tokens(Dataset[dict[str, torch.Tensor]]):
-    """Random masking in `__getitem__`: each fetch draws from the global generators."""
+    """A dataset that masks at random in `__getitem__`: each fetch draws from the global generators."""
 
     def __init__(self, count: int, seed: int, *, masking: bool = True) -> None:
         self._masking = masking
@@ -34,7 +34,7 @@ class Tokens(Dataset[dict[str, torch.Tensor]]):
 
 
 class Stream(IterableDataset[dict[str, torch.Tensor]]):
-    """The same, one after the other; knows where it is."""
+    """The same samples as a stream with a `state_dict`."""
 
     def __init__(self, count: int, seed: int) -> None:
         self._data = torch.randint(3, VOCABULARY, (count, LENGTH), generator=torch.Generator().manual_seed(seed))
@@ -58,7 +58,7 @@ class Stream(IterableDataset[dict[str, torch.Tensor]]):
 
 
 class Forgetful(IterableDataset[dict[str, torch.Tensor]]):
-    """A stream that does not know where it is."""
+    """A stream without a `state_dict`."""
 
     def __init__(self, data: Tokens) -> None:
         self._data = data
@@ -76,14 +76,16 @@ def pairs(count: int) -> Any:
     import datasets
 
     random = torch.Generator().manual_seed(count)
-    words = [[f"w{one}" for one in row] for row in torch.randint(3, VOCABULARY, (count, 15), generator=random).tolist()]
+    words = [
+        [f"w{token}" for token in row] for row in torch.randint(3, VOCABULARY, (count, 15), generator=random).tolist()
+    ]
     return datasets.Dataset.from_list(
         [{"prompt": " ".join(row[:5]), "chosen": " ".join(row[5:10]), "rejected": " ".join(row[10:])} for row in words]
     )
 
 
 def tokenizer() -> Any:
-    """Built here: one token a word."""
+    """Build a tokenizer with one token for each word."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {"<pad>": 0, "<mask>": 1, "<eos>": 2} | {f"w{number}": number for number in range(3, VOCABULARY)}
@@ -98,12 +100,12 @@ def texts(job: HfJob, seed: int, count: int | None = None, *, stream: bool | Non
     import datasets
 
     random = torch.Generator().manual_seed(seed)
-    # Of a stream each rank needs as many rows, packed or not: stock TRL waits for ever where they are not as many.
+    # Each rank needs equally many rows of a stream, packed or not: stock TRL hangs otherwise.
     lengths = torch.randint(5, LENGTH, (count or job.samples,), generator=random)
     if job.stream:
         lengths.fill_(LENGTH // 2 - 1)
     words = [torch.randint(3, VOCABULARY, (int(length),), generator=random).tolist() for length in lengths]
-    data = datasets.Dataset.from_dict({"text": [" ".join(f"w{one}" for one in text) for text in words]})
+    data = datasets.Dataset.from_dict({"text": [" ".join(f"w{token}" for token in text) for text in words]})
     if not (job.stream if stream is None else stream):
         return data
     if job.shuffled is not None:

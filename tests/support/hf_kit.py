@@ -1,4 +1,4 @@
-"""What tests of Hugging Face's trainers do with a job: stop it, go on with it, hold it against an undisturbed one."""
+"""Helpers for tests of Hugging Face's trainers: stop a job, resume it, compare it with an undisturbed one."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.support.hf_trainers import WITHOUT_TRL
 from tests.support.jobs.hf_jobs import PRELOAD, PRELOAD_TRL, HfJob, seen, train
 
 _ENV = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "REPRIEVE_GRACE": "40s"}
-_FOR_A_PERSON = ("StateMismatch", "ConfigError", "NoValidCheckpoint")
-"""A script that ends with one of these ends with 42."""
+_PERMANENT_FAILURES = ("StateMismatch", "ConfigError", "NoValidCheckpoint")
+"""A script that raises one of these exits with 42."""
 
 _undisturbed: dict[str, dict[str, Any]] = {}
 
@@ -39,7 +39,7 @@ def attempt(
 
 
 def stopped(job: HfJob, *faults: Fault, ranks: int = 1) -> str:
-    """What rank 0 says."""
+    """Run an attempt that must be stopped, and return the output of rank 0."""
     results = attempt(job, *faults, ranks=ranks)
     for result in results:
         assert result.exit_code == 143, str(result)
@@ -47,7 +47,7 @@ def stopped(job: HfJob, *faults: Fault, ranks: int = 1) -> str:
 
 
 def ends(job: HfJob, ranks: int = 1) -> str:
-    """What rank 0 says."""
+    """Run an attempt that must succeed, and return the output of rank 0."""
     results = attempt(job, ranks=ranks)
     for result in results:
         assert result.ok, str(result)
@@ -55,24 +55,24 @@ def ends(job: HfJob, ranks: int = 1) -> str:
 
 
 def refused(job: HfJob, *words: str, ranks: int = 1) -> None:
-    """With these words; and no checkpoint is touched."""
+    """Run an attempt that must fail for good with these words in its message, and leave all checkpoints untouched."""
     before = {path: path.stat().st_mtime_ns for path in job.output.glob("checkpoint-*/*")}
     for result in attempt(job, ranks=ranks):
         assert result.error is not None, str(result)
-        assert result.error.type in _FOR_A_PERSON, str(result)
+        assert result.error.type in _PERMANENT_FAILURES, str(result)
         for word in words:
             assert word in result.error.message, str(result)
     assert {path: path.stat().st_mtime_ns for path in job.output.glob("checkpoint-*/*")} == before
 
 
-def goes_on(job: HfJob, ranks: int = 1) -> dict[str, Any]:
-    """To its end: what all attempts together have seen."""
+def train_to_end(job: HfJob, ranks: int = 1) -> dict[str, Any]:
+    """Train to the end, and return what all attempts together have recorded."""
     ends(job, ranks)
     return seen(job.folder)
 
 
 def after(job: HfJob, step: int) -> dict[str, Any]:
-    """What the last attempt has seen, which went on from this step to the 12th, and its weights."""
+    """Return what the last attempt, which resumed from this step, recorded up to step 12, and its weights."""
     found = seen(job.folder)
     for name, lines in found.items():
         if name.startswith("losses"):
@@ -81,12 +81,12 @@ def after(job: HfJob, step: int) -> dict[str, Any]:
 
 
 def undisturbed(job: HfJob, ranks: int = 1) -> dict[str, Any]:
-    """The same without Reprieve; each once."""
+    """Return what the same job records without Reprieve. Each job runs once."""
     plain = replace(job, folder="", safe=False, options=())
     key = repr((plain, ranks))
     if key not in _undisturbed:
         with tempfile.TemporaryDirectory() as folder:
-            _undisturbed[key] = goes_on(replace(plain, folder=folder), ranks)
+            _undisturbed[key] = train_to_end(replace(plain, folder=folder), ranks)
     return _undisturbed[key]
 
 
@@ -95,9 +95,9 @@ def checkpoints(job: HfJob) -> list[str]:
 
 
 def valid(job: HfJob) -> list[int]:
-    """The steps of all checkpoints, newest first; every byte of them is right."""
+    """Return the steps of all checkpoints, newest first, and assert that each of them verifies."""
     found = list_checkpoints(job.output)
-    for one in found:
-        assert verify(one.path, BlockPool()).manifest is not None
+    for checkpoint in found:
+        assert verify(checkpoint.path, BlockPool()).manifest is not None
     assert len(found) == len(checkpoints(job))
-    return [one.step for one in found]
+    return [checkpoint.step for checkpoint in found]

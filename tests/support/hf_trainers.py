@@ -1,4 +1,4 @@
-"""Trainers of Transformers and TRL, made as scripts make them: small models from a config, watched while they train."""
+"""Trainers of Transformers and TRL, made as scripts make them: small models from a config, with failpoints."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SMALL = {
 
 
 class Watched:
-    """Mixed into a trainer: it passes points, and writes its losses down."""
+    """A mixin that makes a trainer pass failpoints and record its losses."""
 
     losses: Any
 
@@ -62,7 +62,7 @@ class Watched:
 
 
 def _named(batch: Any) -> list[str]:
-    """Each sample by its first tokens."""
+    """Name each sample by its first tokens."""
     if "labels" not in batch:
         return []
     return ["-".join(map(str, labels[:4].tolist())) for labels in batch["labels"]]
@@ -73,7 +73,7 @@ class WatchedTrainer(Watched, Trainer):
 
 
 class Swapping(torch.optim.SGD):
-    """As optimizers without a schedule: trains one set of weights, and evaluates another."""
+    """An optimizer like the schedule-free ones: it trains one set of weights and evaluates another."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, lr)
@@ -106,7 +106,7 @@ def _plain_trainer(job: HfJob, arguments: dict[str, Any]) -> Any:
 
 
 def _mlm_trainer(job: HfJob, arguments: dict[str, Any]) -> Any:
-    """The collator masks at random, in the workers if there are any."""
+    """A trainer whose collator masks at random, in the workers if there are any."""
     config = transformers.BertConfig(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
         max_position_embeddings=32,
@@ -140,7 +140,7 @@ def _lora_trainer(job: HfJob, arguments: dict[str, Any], targets: Any = "all-lin
 
 
 def _adapters_trainer(job: HfJob, arguments: dict[str, Any], active: tuple[str, ...]) -> Any:
-    """Two adapters in one model, of which these are trained."""
+    """A trainer of a model with two adapters, of which `active` are trained."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
@@ -179,7 +179,7 @@ def _reward_trainer(job: HfJob, arguments: dict[str, Any]) -> Any:
 
 
 def _grpo_trainer(job: HfJob, arguments: dict[str, Any]) -> Any:
-    """A batch of generations is used for several steps."""
+    """A trainer that uses a batch of generations for several steps."""
     from trl import GRPOConfig, GRPOTrainer
 
     class WatchedGRPO(Watched, GRPOTrainer):
@@ -197,7 +197,7 @@ def _reward(completions: list[str], **kwargs: Any) -> list[float]:
 
 
 def _seq2seq_trainer(job: HfJob, arguments: dict[str, Any]) -> Any:
-    """Evaluations generate."""
+    """A trainer that generates in evaluations."""
 
     class WatchedSeq2Seq(Watched, transformers.Seq2SeqTrainer):
         pass

@@ -1,4 +1,4 @@
-"""A script that trains, saves, evaluates, predicts and writes a model card, and the files that it leaves."""
+"""A script that trains, saves, evaluates, predicts and writes a model card, and the small files that it writes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.support.hf_data import Tokens
 from tests.support.jobs.hf_jobs import TIMES, HfJob, make
 
 _TEXTS = (".json", ".md", ".jinja", ".txt")
-_OURS = ("reprieve-manifest.json", "finished.json", "owner.json")
+_REPRIEVE_FILES = ("reprieve-manifest.json", "finished.json", "owner.json")
 
 
 def script(job: HfJob) -> None:
-    """As an example script of transformers."""
+    """Train as the example scripts of transformers do."""
     transformers.set_seed(3)
     trainer = make(job)
     if job.safe:
@@ -38,10 +38,10 @@ def script(job: HfJob) -> None:
 
 
 def small_files(job: HfJob) -> dict[str, Any]:
-    """What is in them, without times and without the name of the folder."""
+    """Return the contents of the small files, without times and without the name of the folder."""
     found: dict[str, Any] = {}
     for path in sorted(job.output.rglob("*")):
-        if path.suffix in _TEXTS and path.is_file() and path.name not in _OURS:
+        if path.suffix in _TEXTS and path.is_file() and path.name not in _REPRIEVE_FILES:
             text = path.read_text().replace(job.folder, "FOLDER")
             found[path.relative_to(job.output).as_posix()] = (
                 _without_times(json.loads(text)) if path.suffix == ".json" else text
@@ -51,11 +51,11 @@ def small_files(job: HfJob) -> dict[str, Any]:
 
 def _without_times(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _without_times(inner) for name, inner in value.items() if not any(one in name for one in TIMES)}
+        return {name: _without_times(inner) for name, inner in value.items() if not any(word in name for word in TIMES)}
     return [_without_times(inner) for inner in value] if isinstance(value, list) else value
 
 
 def requested(job: HfJob) -> set[str]:
-    """The checkpoints that the script's save strategy asked for."""
+    """Return the checkpoints that the script's save strategy requested."""
     found = {path.parent: json.loads(path.read_text())["manifest"] for path in job.output.glob("c*/reprieve-m*.json")}
     return {Path(path).name for path, manifest in found.items() if "unrequested" not in manifest}

@@ -1,7 +1,7 @@
-"""Fine-tuning jobs with Hugging Face's trainers that are stopped and started again, and the same without Reprieve.
+"""Fine-tuning jobs with Hugging Face's trainers that tests stop and resume, and the same without Reprieve.
 
-What a job has seen goes into its folder: `losses-<rank>.jsonl`, a line for each micro-batch (an
-interrupted job appends), and `end-<rank>.json`: what its log says, which checkpoint was best, and the weights.
+A job records into its folder: `losses-<rank>.jsonl` has a line for each micro-batch (a resumed job appends), and
+`end-<rank>.json` has its log history, the best checkpoint and a hash of the weights.
 """
 
 from __future__ import annotations
@@ -24,15 +24,27 @@ from transformers.trainer_callback import ExportableState
 from reprieve.testing.rank_process import disk
 from tests.support.hf_trainers import MAKERS
 
-PRELOAD = ("transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "accelerate", "deepspeed")
-"""Accelerate imports DeepSpeed where it is installed, for any trainer."""
+PRELOAD = (
+    "transformers.trainer",
+    "transformers.models.gpt2.modeling_gpt2",
+    "accelerate",
+    "deepspeed",  # Accelerate imports it where it is installed, for any trainer
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # each engine imports it, and with it all of inductor: 1.3 s
+    "deepspeed.module_inject",
+    "torchdata.stateful_dataloader",
+    "torch.profiler",
+    "reprieve.adapters.transformers",
+    "reprieve.adapters.transformers.training",
+    "reprieve.adapters.loop.run",
+)
+"""Imported once, in the process that all ranks are forked from."""
 PRELOAD_TRL = (*PRELOAD, "trl.trainer.sft_trainer", "peft")
 TIMES = ("runtime", "per_second", "preparation_time", "step_time")
 
 
 @dataclass(frozen=True)
 class HfJob:
-    """What is trained, and how."""
+    """A training job: what is trained, and how."""
 
     folder: str
     safe: bool = True
@@ -41,33 +53,33 @@ class HfJob:
     model: str = "gpt2"
     stream: bool = False
     shuffled: int | None = None
-    """The stream, of `datasets`, through a buffer: in so many shards."""
+    """Shuffle the stream of `datasets` through a buffer, in so many shards."""
     masking: bool = True
-    """Of what is fetched, at random."""
+    """Mask what is fetched, at random."""
     workers: int = 0
     sharded: str | None = None
-    """By FSDP2, over all ranks: which kind of state dict is saved."""
+    """Shard by FSDP2 over all ranks, and save this type of state dict."""
     zero: int | None = None
-    """By DeepSpeed: ZeRO's stage."""
+    """Use DeepSpeed, with this stage of ZeRO."""
     samples: int = 60
     arguments: tuple[tuple[str, Any], ...] = ()
-    """Of TrainingArguments."""
+    """For TrainingArguments."""
     options: tuple[tuple[str, Any], ...] = ()
-    """Of `protect`."""
+    """For `protect`."""
     given: str | bool | None = None
-    """What the script gives to `train`."""
+    """What the script passes to `train`."""
     patience: int | None = None
-    """Of an EarlyStoppingCallback."""
+    """Add an EarlyStoppingCallback with this patience."""
     swapping: bool = False
-    """An optimizer that holds other weights in evaluations."""
+    """Use an optimizer that swaps its weights for evaluations."""
     scaling: bool = False
-    """The loss, so far up that steps are skipped again and again (accelerate itself does that on GPUs only)."""
+    """Scale the loss so far up that steps are skipped again and again (accelerate itself scales on GPUs only)."""
     raising: int | None = None
-    """At this step a callback raises when it is asked for its state."""
+    """At this step a callback raises in `state()`."""
     trainings: int = 1
     """How often the script calls `train`."""
     callbacks: tuple[transformers.TrainerCallback, ...] = ()
-    """That the script adds."""
+    """Callbacks that the script adds."""
 
     def but(self, **arguments: Any) -> HfJob:
         return replace(self, arguments=(*self.arguments, *arguments.items()))
@@ -78,7 +90,7 @@ class HfJob:
 
 
 def train(job: HfJob) -> None:
-    """One attempt at the job, from where the last one was."""
+    """Run one attempt of the job. It resumes from the last checkpoint."""
     folder, rank = Path(job.folder), int(os.environ.get("RANK", "0"))
     folder.mkdir(parents=True, exist_ok=True)
     transformers.set_seed(3)
@@ -105,7 +117,7 @@ def train(job: HfJob) -> None:
 
 
 def _hash(model: torch.nn.Module, job: HfJob) -> str:
-    """Of all its weights, of all ranks."""
+    """Hash all weights, of all ranks."""
     weights = hashlib.sha256()
     with _gathered(model) if job.zero == 3 else contextlib.nullcontext():
         for name, tensor in sorted(model.state_dict().items()):
@@ -122,7 +134,7 @@ def _gathered(model: torch.nn.Module) -> Any:
 
 
 def make(job: HfJob) -> Any:
-    """As a script does it."""
+    """Make the trainer as a script does."""
     torch.manual_seed(3)
     arguments = {
         "output_dir": str(job.output), "per_device_train_batch_size": 4, "num_train_epochs": 2, "logging_steps": 5,
@@ -136,7 +148,7 @@ def make(job: HfJob) -> Any:
     if job.sharded:
         shard_on_cpus()
     if job.zero is not None:
-        _begin_deepspeed()
+        begin_deepspeed()
     trainer = MAKERS[job.trainer](job, arguments)
     if job.scaling:
         trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=3)
@@ -152,8 +164,8 @@ def make(job: HfJob) -> Any:
     return trainer
 
 
-def _begin_deepspeed() -> None:
-    """On the process group that is there, and without the all-reduce of its own, which it compiles for a minute."""
+def begin_deepspeed() -> None:
+    """Use the existing process group, without DeepSpeed's own all-reduce, which takes a minute to compile."""
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -161,16 +173,21 @@ def _begin_deepspeed() -> None:
 
 
 def deepspeed_config(stage: int, **zero: Any) -> dict[str, Any]:
-    """As scripts have it: what TrainingArguments know is theirs."""
-    theirs = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps", "gradient_clipping")
+    """Return a configuration as scripts have it: TrainingArguments fill in what is "auto"."""
+    automatic = (
+        "train_micro_batch_size_per_gpu",
+        "train_batch_size",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+    )
     return {
-        **dict.fromkeys(theirs, "auto"), "bf16": {"enabled": "auto"}, "zero_allow_untested_optimizer": True,
+        **dict.fromkeys(automatic, "auto"), "bf16": {"enabled": "auto"}, "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": stage, **zero},
     }  # fmt: skip
 
 
 class Counting(transformers.TrainerCallback, ExportableState):
-    """Has something to remember, and logs it."""
+    """A callback with a state of its own, which it logs."""
 
     def __init__(self, raising: int | None = None) -> None:
         self.steps = self.epochs = 0
@@ -187,12 +204,12 @@ class Counting(transformers.TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         if self.steps == self._raising:
-            raise RuntimeError("the callback does not want to")
+            raise RuntimeError("the callback refuses")
         return {"args": {}, "attributes": {"steps": self.steps, "epochs": self.epochs}}
 
 
 class Asking(transformers.TrainerCallback):
-    """A user's: makes a loader of its own, again and again."""
+    """A user's callback that makes training DataLoaders of its own."""
 
     def __init__(self) -> None:
         self.trainer: Any = None
@@ -204,39 +221,39 @@ class Asking(transformers.TrainerCallback):
 
 
 class Listing(transformers.TrainerCallback):
-    """A user's: writes down which callbacks there are, while it trains."""
+    """A user's callback that records the trainer's callbacks during training."""
 
     def __init__(self, folder: str) -> None:
         self.trainer: Any = None
         self._notes = Path(folder) / "callbacks.json"
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        self._notes.write_text(json.dumps([type(one).__name__ for one in self.trainer.callback_handler.callbacks]))
+        self._notes.write_text(json.dumps([type(each).__name__ for each in self.trainer.callback_handler.callbacks]))
 
 
 class SeesShards(transformers.TrainerCallback):
-    """Before the first step. Later ones may find weights that an evaluation has left gathered."""
+    """A callback that asserts sharding before the first step. Later, an evaluation may have left weights gathered."""
 
     def on_train_begin(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
-        assert all(isinstance(one, DTensor) for one in model.parameters()), "it is not sharded"
+        assert all(isinstance(each, DTensor) for each in model.parameters()), "the model is not sharded"
 
 
 def shard_on_cpus() -> None:
-    """Accelerate leaves CPUs out of FSDP, without a word, and would run DDP instead."""
-    real = AcceleratorState.__init__
+    """Make accelerate use FSDP on CPUs, where it would silently run DDP instead."""
+    original = AcceleratorState.__init__
 
     def init(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
-        real(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
         if fsdp_plugin is not None:
             self.fsdp_plugin = fsdp_plugin
         if "fsdp_plugin" in vars(self):
-            self.distributed_type = DistributedType.FSDP  # each time: it is copied from where it is not known
+            self.distributed_type = DistributedType.FSDP  # each time: accelerate copies it from a state without it
 
     AcceleratorState.__init__ = init  # type: ignore[method-assign]
 
 
 def seen(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """What all ranks of a job have seen, by file."""
+    """Return what all ranks of a job have recorded, by file."""
     found: dict[str, Any] = {}
     for path in sorted(Path(folder).glob("losses-*.jsonl")):
         found[path.name] = [json.loads(line) for line in path.read_text().splitlines()]
@@ -246,4 +263,4 @@ def seen(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _without_times(entry: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in entry.items() if not any(one in name for one in TIMES)}
+    return {name: value for name, value in entry.items() if not any(word in name for word in TIMES)}

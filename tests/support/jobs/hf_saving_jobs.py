@@ -1,4 +1,4 @@
-"""Callbacks and pushes that look at a checkpoint as soon as it is saved, and a hub on this machine to push to."""
+"""Callbacks and pushes that read a checkpoint as soon as it is saved, and a local Hub to push to."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.jobs.hf_jobs import HfJob, make
 
 
 class Looking(transformers.TrainerCallback):
-    """A user's: reads the checkpoint in `on_save`, and notes what it found in `looked.jsonl`."""
+    """A user's callback that reads the checkpoint in `on_save` and records what it found in `looked.jsonl`."""
 
     def __init__(self, folder: str, raising: int | None = None) -> None:
         self._notes = Path(folder) / "looked.jsonl"
@@ -46,7 +46,7 @@ class Looking(transformers.TrainerCallback):
 
 
 class Judging(transformers.TrainerCallback):
-    """Says how good the model is, by step."""
+    """A callback that sets the evaluation loss by step."""
 
     def __init__(self, losses: dict[int, float]) -> None:
         self._losses = losses
@@ -60,7 +60,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def train_and_push(job: HfJob, endpoint: str) -> None:
-    """A script that pushes while it trains, and when it is done."""
+    """Push during training and at its end."""
     import huggingface_hub
 
     huggingface_hub.constants.ENDPOINT = endpoint
@@ -75,13 +75,13 @@ def train_and_push(job: HfJob, endpoint: str) -> None:
 
 
 class Hub:
-    """As much of the hub as an upload needs; everything comes in the body of its last request."""
+    """As much of the Hub as an upload needs. All files come in the body of its last request."""
 
     def __init__(self, on_begin: Callable[[list[str]], object] = lambda paths: None) -> None:
-        """`on_begin`: called with the paths in the repository, before an upload is answered for the first time."""
+        """`on_begin` is called with the paths in the repository, before the first response to an upload."""
         self.begun: list[list[str]] = []
         self.uploads: list[dict[str, bytes]] = []
-        """Of each commit, the files."""
+        """The files of each commit."""
         self._on_begin = on_begin
         hub = self
 
@@ -121,7 +121,7 @@ class Hub:
         if path.endswith("/repos/create"):
             return {"url": f"{self.url}/me/out", "name": "me/out"}
         if "/preupload/" in path:
-            names = [one["path"] for one in json.loads(body)["files"]]
+            names = [file["path"] for file in json.loads(body)["files"]]
             self.begun.append(names)
             self._on_begin(names)
             return {"files": [{"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in names]}
@@ -130,4 +130,4 @@ class Hub:
             files = [line["value"] for line in lines if line["key"] == "file"]
             self.uploads.append({file["path"]: base64.b64decode(file["content"]) for file in files})
             return {"commitUrl": f"{self.url}/me/out/commit/{'0' * 40}", "commitOid": "0" * 40}
-        return {"warnings": [], "errors": []}  # what it thinks of the model card
+        return {"warnings": [], "errors": []}  # the validation of the model card

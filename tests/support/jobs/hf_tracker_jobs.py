@@ -1,4 +1,4 @@
-"""Jobs that TensorBoard, W&B and MLflow follow, and what they have written down of them."""
+"""Jobs that TensorBoard, W&B and MLflow track, and readers of what these have recorded."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 from tests.support.jobs.hf_jobs import PRELOAD, HfJob, train
 
-PRELOAD_FOLLOWERS = (*PRELOAD, "torch.utils.tensorboard", "wandb", "mlflow")
+PRELOAD_TRACKERS = (*PRELOAD, "torch.utils.tensorboard", "wandb", "mlflow")
 
 Curve = list[tuple[int, float]]
-"""Steps and losses, in the order in which they were written."""
+"""Steps and losses, in the order of writing."""
 
 
 def train_and_begin_another(job: HfJob) -> None:
-    """A script whose last part is a W&B run of its own."""
+    """Train, then start another W&B run."""
     import wandb
 
     train(job)
@@ -25,7 +25,7 @@ def train_and_begin_another(job: HfJob) -> None:
 
 
 def train_in_own_runs(job: HfJob) -> None:
-    """A script that begins its runs itself, and says nothing of which."""
+    """Train in runs that the script starts itself, without an ID."""
     import mlflow
     import wandb
 
@@ -34,7 +34,7 @@ def train_in_own_runs(job: HfJob) -> None:
 
 
 def on_tensorboard(root: str) -> dict[str, Curve]:
-    """By folder."""
+    """Return the losses by folder."""
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
     found: dict[str, Curve] = defaultdict(list)
@@ -47,7 +47,7 @@ def on_tensorboard(root: str) -> dict[str, Curve]:
 
 
 def on_wandb(root: str) -> dict[str, list[Curve]]:
-    """By run: what each process that took part in it has written."""
+    """Return, by run, what each process that took part in it has written."""
     from wandb.proto import wandb_internal_pb2
 
     found: dict[str, list[Curve]] = defaultdict(list)
@@ -58,7 +58,7 @@ def on_wandb(root: str) -> dict[str, list[Curve]]:
             record = wandb_internal_pb2.Record()
             record.ParseFromString(data)
             run = record.run.run_id or run
-            values = {one.key or "/".join(one.nested_key): one.value_json for one in record.history.item}
+            values = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
             if "train/loss" in values:
                 curve.append((int(values["train/global_step"]), float(values["train/loss"])))
         found[run].append(curve)
@@ -66,7 +66,7 @@ def on_wandb(root: str) -> dict[str, list[Curve]]:
 
 
 def _records(file: bytes) -> Iterator[bytes]:
-    """Of a LevelDB log: blocks of 32 KiB; a record in them has a checksum, a length, and says which part it is."""
+    """Yield the records of a LevelDB log: blocks of 32 KiB with parts of records (checksum, length, kind of part)."""
     at, whole = 7, b""
     while at + 7 <= len(file):
         if 32768 - at % 32768 < 7:
@@ -81,14 +81,14 @@ def _records(file: bytes) -> Iterator[bytes]:
 
 
 def on_mlflow(uri: str) -> dict[str, tuple[str, Curve]]:
-    """By run: how it ended, and its losses."""
+    """Return the status and the losses by run."""
     import mlflow
 
     client = mlflow.MlflowClient(uri)
     return {
         run.info.run_id: (
             run.info.status,
-            [(one.step, one.value) for one in client.get_metric_history(run.info.run_id, "loss")],
+            [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, "loss")],
         )
         for run in client.search_runs(["0"])
     }

@@ -1,9 +1,9 @@
-"""Hugging Face Transformers, TRL, PEFT: a trainer that can be stopped.
+"""Protects trainers of Hugging Face Transformers, TRL and PEFT: stop them at any moment, resume them exactly.
 
     trainer = reprieve.transformers.protect(Trainer(…))
     trainer.train()
 
-Under `reprieve run` every `Trainer` is protected, and nobody has to say so.
+Under `reprieve run` every `Trainer` is protected without this call (`all_trainers.py`).
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ T = TypeVar("T")
 
 
 def protect(trainer: T, **options: Any) -> T:
-    """From now on `trainer.train()` resumes, saves in the background, and can be stopped at any moment.
+    """Make `trainer.train()` resume, save in the background and stop at any moment; return the trainer.
 
     The options are those of `reprieve.Run`: `every`, `keep`, `fresh`, `name`, `grace_period`, `kill_wait`, `signals`,
-    `notices`, `exit_wait`, …; `checkpoints` is the folder, `TrainingArguments.output_dir` if it is not given. What
-    TrainingArguments say (`save_steps`, `save_total_limit`, …) holds where nothing else is said.
+    `notices`, `exit_wait`, …; `checkpoints`, the folder, defaults to `TrainingArguments.output_dir`. Where no
+    option is given, TrainingArguments decide (`save_steps`, `save_total_limit`, …).
     """
     protection = protection_of(trainer, options)
-    # Before train(): that may be in a thread, and DataLoaders may be used before it.
-    signals = [signal_number(one) for one in options.get("signals", (signal.SIGTERM,))]
+    # Here and not in train(): that may run in another thread, and scripts may use DataLoaders before it.
+    signals = [signal_number(each) for each in options.get("signals", (signal.SIGTERM,))]
     signal_watch.install(signals)
     worker_signals.shield(signals)
-    real = trainer.train  # type: ignore[attr-defined]
-    trainer.train = functools.wraps(real)(functools.partial(protection.train, real))  # type: ignore[attr-defined]
+    original = trainer.train  # type: ignore[attr-defined]
+    protected = functools.wraps(original)(functools.partial(protection.train, original))
+    trainer.train = protected  # type: ignore[attr-defined]
     return trainer

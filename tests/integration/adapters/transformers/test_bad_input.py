@@ -1,4 +1,4 @@
-"""A folder may hold anything, and a script may say anything: a clear word, the right code, and nothing lost."""
+"""Bad checkpoints and bad arguments: a clear message, the right exit code, and nothing lost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from reprieve.adapters.transformers.preflight import check
 from reprieve.errors import ConfigError
-from tests.support.hf_kit import attempt, checkpoints, ends, train_to_end, refused, stopped, undisturbed
+from tests.support.hf_kit import attempt, checkpoints, ends, refused, stopped, train_to_end, undisturbed
 from tests.support.jobs.hf_jobs import HfJob, seen
 from tests.support.jobs.stop_scenario_jobs import told
 from tests.support.places import WITHOUT_DEEPSPEED
@@ -47,7 +47,7 @@ def test_checkpoints_of_another_model(job: HfJob) -> None:
     [("q", "o", "4 weights are unknown"), ("q", "qo", "are missing"), ("qo", "q", "are unknown")],
 )
 def test_an_adapter_of_other_modules(job: HfJob, before: str, after: str, word: str) -> None:
-    """PEFT loads what fits, and the trainer does not ask whether that was all."""
+    """PEFT loads what fits, and the trainer does not check whether that was all."""
     job = replace(job, model="llama")
     stopped(replace(job, trainer=f"lora_{before}"), *told(3))
     refused(replace(job, trainer=f"lora_{after}"), "was saved from another model", word, "_proj.lora_A")
@@ -124,7 +124,7 @@ def test_another_batch_size_of_samples_that_are_grouped(job: HfJob) -> None:
 
 @pytest.mark.parametrize(("before", "after", "steps"), [(1, 2, 22), (2, 1, 24)])
 def test_another_accumulation(job: HfJob, before: int, after: int, steps: int) -> None:
-    """12 of 30 batches are done, in 12 or in 6 steps: 18 are left, whatever they are called."""
+    """12 of 30 batches are done, in 12 or in 6 steps: 18 remain."""
     stopped(job.but(gradient_accumulation_steps=before), *told(12))
     result = attempt(job.but(gradient_accumulation_steps=after))[0]
     assert result.ok, str(result)
@@ -145,12 +145,12 @@ def test_only_the_model_is_saved(job: HfJob) -> None:
 
 
 def _script(folder: Path, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Under the launcher, which would try again."""
+    """Run a command under the launcher, which may restart it."""
     (folder / "train.py").write_text(_SCRIPT)
     env = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": WITHOUT_DEEPSPEED, **env}
     env = {**os.environ, "REPRIEVE_STATE_DIR": str(folder / "state"), **env}
-    ours = [sys.executable, "-m", "reprieve", "run", "--max-restarts", "3"]
-    return subprocess.run([*ours, *command], env=env, cwd=folder, capture_output=True, text=True, timeout=120)
+    launcher = [sys.executable, "-m", "reprieve", "run", "--max-restarts", "3"]
+    return subprocess.run([*launcher, *command], env=env, cwd=folder, capture_output=True, text=True, timeout=120)
 
 
 _PYTHON = (sys.executable, "train.py")
@@ -183,10 +183,8 @@ def test_a_starting_point_that_does_not_exist_ends_with_42(tmp_path: Path, launc
     """Although the launcher may restart it three times."""
     ended = _script(tmp_path, *launcher, RESUME="base/checkpoint-7")
     assert ended.returncode == 42, ended.stderr
-    assert (
-        f"permanent failure, restarting will not help: ConfigError: resume_from_checkpoint='{tmp_path}/base/checkpoint-7'"
-        in ended.stderr
-    )
+    refusal = f"ConfigError: resume_from_checkpoint='{tmp_path}/base/checkpoint-7'"
+    assert f"permanent failure, restarting will not help: {refusal}" in ended.stderr
 
 
 _SCRIPT = """
@@ -217,7 +215,7 @@ def test_a_callback_that_raises_in_a_save(job: HfJob) -> None:
 
 
 def test_a_starting_point(job: HfJob, tmp_path: Path) -> None:
-    """A path that the script gives is where the run begins, and not where each of its starts does."""
+    """A path that the script passes is where the run starts, not where each attempt resumes."""
     train_to_end(job.but(max_steps=10, save_strategy="steps", save_steps=10))
     shutil.move(job.output / "checkpoint-10", tmp_path / "base")
     shutil.rmtree(job.output)

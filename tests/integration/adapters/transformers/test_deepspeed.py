@@ -23,8 +23,8 @@ from reprieve.checkpoint.folder.foreign.checker import check_foreign
 from reprieve.checkpoint.format.manifest import ARCHIVE_MARK
 from reprieve.errors import ConfigError, InvalidCheckpoint
 from reprieve.testing import run_ranks
-from tests.support.hf_kit import after, ends, goes_on, refused, stopped, undisturbed, valid
-from tests.support.jobs.hf_jobs import PRELOAD, HfJob, deepspeed_config
+from tests.support.hf_kit import after, ends, refused, stopped, train_to_end, undisturbed, valid
+from tests.support.jobs.hf_jobs import PRELOAD, HfJob, begin_deepspeed, deepspeed_config
 from tests.support.jobs.stop_scenario_jobs import told
 
 MODEL, PART = "mp_rank_00_model_states.pt", "zero_pp_rank_{}_mp_rank_00_{}_states.pt"
@@ -50,7 +50,7 @@ def test_stopped_anywhere(job: HfJob, stage: int, at: tuple[str, int]) -> None:
     folder = job.output / f"checkpoint-{step}"
     assert sorted(path.name for path in (folder / f"global_step{step}").iterdir()) == sorted(_FILES[stage])
     assert (folder / "model.safetensors").exists() == (stage != 3), "stock has none of a model in parts"
-    assert goes_on(job, 2) == undisturbed(job, 2)
+    assert train_to_end(job, 2) == undisturbed(job, 2)
 
 
 _OPTIMIZERS = [PART.format(rank, "optim") for rank in (0, 1)]
@@ -80,18 +80,18 @@ _ON_CPU = deepspeed_config(2, offload_optimizer={"device": "cpu"}) | {"zero_forc
         ({"zero": 2, "deepspeed": _ON_CPU}, 2),
         ({"zero": 1, "bf16": True, "deepspeed": deepspeed_config(1) | {"data_types": {"grad_accum_dtype": "fp32"}}}, 2),
     ],
-    ids=lambda one: ", ".join(one) if isinstance(one, dict) else f"{one} ranks",
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else f"{value} ranks",
 )
 def test_of_every_kind(job: HfJob, more: dict[str, Any], ranks: int) -> None:
     of_job = {name: more.pop(name) for name in ("zero", "trainer", "model") if name in more}
     job = replace(job, **of_job).but(**more)
     stopped(job, *told(8, rank=ranks - 1), ranks=ranks)
-    assert goes_on(job, ranks) == undisturbed(job, ranks)
+    assert train_to_end(job, ranks) == undisturbed(job, ranks)
 
 
 @pytest.fixture(scope="module", params=[2, 3])
 def stock(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> HfJob:
-    """Went on without Reprieve from its own checkpoint of step 4. No fetch draws random numbers: stock is exact."""
+    """A job that resumed from stock's own checkpoint of step 4. No fetch draws random numbers: stock is exact."""
     job = replace(_job(tmp_path_factory.mktemp("stock") / "job"), masking=False, safe=False, zero=request.param)
     ends(job.but(save_strategy="steps", save_steps=4), 2)
     for later in (8, 12):
@@ -100,46 +100,46 @@ def stock(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return job
 
 
-def test_stock_goes_on_from_ours(job: HfJob, stock: HfJob) -> None:
+def test_stock_resumes_from_reprieves_checkpoint(job: HfJob, stock: HfJob) -> None:
     job = replace(job, masking=False, zero=stock.zero)
     stopped(job, *told(4), ranks=2)
     if stock.zero == 2:
-        ours, theirs = (load_file(one.output / "checkpoint-4" / "model.safetensors") for one in (job, stock))
-        assert theirs.keys() - ours.keys() == {"lm_head.weight"}, "tied, and written twice by stock"
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+        reprieve, others = (load_file(each.output / "checkpoint-4" / "model.safetensors") for each in (job, stock))
+        assert others.keys() - reprieve.keys() == {"lm_head.weight"}, "tied, and written twice by stock"
+        assert all(torch.equal(reprieve[name], others[name]) for name in reprieve)
     ends(replace(job, safe=False, given=True), 2)
     assert after(job, 4) == after(stock, 4)
 
 
-def test_its_own_script_reads_ours(job: HfJob, stock: HfJob, tmp_path: Path) -> None:
-    """The one that DeepSpeed leaves in each checkpoint: all weights, also where each rank has a part of them."""
+def test_deepspeeds_script_reads_reprieves_checkpoint(job: HfJob, stock: HfJob, tmp_path: Path) -> None:
+    """The script that DeepSpeed puts into each checkpoint extracts all weights, also partitioned ones."""
     job = replace(job, masking=False, zero=stock.zero)
     stopped(job, *told(4), ranks=2)
     found = []
-    for one in (job, stock):
-        folder, weights = one.output / "checkpoint-4", tmp_path / f"weights-{len(found)}"
+    for each in (job, stock):
+        folder, weights = each.output / "checkpoint-4", tmp_path / f"weights-{len(found)}"
         subprocess.run([sys.executable, "zero_to_fp32.py", ".", str(weights)], cwd=folder, check=True, timeout=100)
         found.append(torch.load(weights / "pytorch_model.bin", weights_only=True))
-    ours, theirs = found
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    reprieve, others = found
+    assert reprieve.keys() == others.keys()
+    assert all(torch.equal(reprieve[name], others[name]) for name in others)
 
 
 def test_goes_on_from_stock(job: HfJob, stock: HfJob) -> None:
     job = replace(job, masking=False, zero=stock.zero)
     shutil.copytree(stock.output / "checkpoint-4", job.output / "checkpoint-4")
-    assert "was saved by other means" in ends(job, 2)
+    assert "was not saved by Reprieve" in ends(job, 2)
     assert after(job, 4) == after(stock, 4)
 
 
 def test_a_torn_one_of_stock(stock: HfJob, tmp_path: Path) -> None:
-    """Is found, whatever is missing."""
+    """It is detected, whichever file is missing."""
     whole = tmp_path / "checkpoint-4"
     shutil.copytree(stock.output / "checkpoint-4", whole)
     check_foreign(whole)
     for missing, reason in (
         ("latest", "latest is missing"),
-        (f"global_step4/{PART.format(1, 'optim')}", "1 parts of the optimizer, of 2 ranks"),
+        (f"global_step4/{PART.format(1, 'optim')}", "1 parts of the optimizer, and 2 ranks saved it"),
         (f"global_step4/{MODEL if stock.zero == 2 else PART.format(0, 'model')}", "model"),
     ):
         (whole / missing).rename(tmp_path / "aside")
@@ -149,14 +149,14 @@ def test_a_torn_one_of_stock(stock: HfJob, tmp_path: Path) -> None:
 
 
 class _Runs:
-    """Whoever unpickles it."""
+    """No reader unpickles it."""
 
     def __reduce__(self) -> Any:
         return print, ("it ran",)
 
 
 def test_no_code_of_a_checkpoint_runs(stock: HfJob, tmp_path: Path) -> None:
-    """DeepSpeed itself would run it."""
+    """Stock DeepSpeed would run the code."""
     folder = tmp_path / "checkpoint-4"
     shutil.copytree(stock.output / "checkpoint-4", folder)
     file = folder / "global_step4" / PART.format(0, "optim")
@@ -168,7 +168,7 @@ def test_no_code_of_a_checkpoint_runs(stock: HfJob, tmp_path: Path) -> None:
 
 
 def test_weights_are_not_copied(tmp_path: Path) -> None:
-    """They are parts of one tensor, and still each on its own."""
+    """They are views of one tensor, and each is saved alone."""
     from deepspeed.checkpoint import utils
 
     whole = torch.arange(8.0)
@@ -187,7 +187,7 @@ def test_weights_are_not_copied(tmp_path: Path) -> None:
 
 
 def test_large_files_are_written_by_us(job: HfJob) -> None:
-    """Not by torch, and then once more."""
+    """Torch does not copy them a second time."""
     stopped(replace(job, model="wide_gpt2"), *told(2), ranks=2)
     for path in (job.output / "checkpoint-2" / "global_step2").iterdir():
         assert path.read_bytes().rfind(ARCHIVE_MARK, -200) > 0, path
@@ -198,26 +198,28 @@ def test_another_model(job: HfJob, stage: int) -> None:
     job = replace(job, zero=stage)
     stopped(replace(job, model="llama"), *told(3), ranks=2)
     refused(replace(job, model="wide_llama"), "does not fit this model", "size mismatch", ranks=2)
-    refused(job, "is of another model", "are missing", "are unknown", ranks=2)
+    refused(job, "was saved from another model", "are missing", "are unknown", ranks=2)
 
 
 @pytest.mark.parametrize(("stage", "after", "word"), [(0, "qo", "are missing"), (2, "o", "are unknown")])
 def test_an_adapter_of_other_modules(job: HfJob, stage: int, after: str, word: str) -> None:
-    """Of the same shapes: DeepSpeed itself would go on with the optimizer of the one and the weights of the other."""
+    """They have the same shapes: stock DeepSpeed would mix the optimizer of one with the weights of the other."""
     job = replace(job, model="llama", zero=stage)
     stopped(replace(job, trainer="lora_q"), *told(3), ranks=2)
-    refused(replace(job, trainer=f"lora_{after}"), "is of another model", word, "_proj.lora_A", ranks=2)
+    refused(replace(job, trainer=f"lora_{after}"), "was saved from another model", word, "_proj.lora_A", ranks=2)
 
 
-def test_divided_in_another_way(job: HfJob) -> None:
-    """DeepSpeed cannot go on from there: it says so, or it does not."""
+def test_another_partition_is_refused(job: HfJob) -> None:
+    """DeepSpeed cannot resume from there, and does not always report it."""
     stopped(job, *told(3), ranks=2)
-    refused(job, "holds the optimizer in 2 parts, for as many ranks, and these are 3", "Go on with 2 ranks", ranks=3)
+    refused(
+        job, "holds the optimizer in 2 parts, for as many ranks, and this run has 3", "Resume with 2 ranks", ranks=3
+    )
     (Path(job.folder) / "losses-2.jsonl").unlink()
-    refused(replace(job, zero=3), "was saved with ZeRO stage 1 or 2, and this is ZeRO stage 3", ranks=2)
-    refused(replace(job, zero=0), "was saved with ZeRO stage 1 or 2, and this is DeepSpeed without ZeRO", ranks=2)
-    refused(job.but(bf16=True), "was saved with other settings of DeepSpeed (is the precision another one?)", ranks=2)
-    assert goes_on(replace(job, zero=1), 2) == undisturbed(job, 2), "stages 1 and 2 divide alike"
+    refused(replace(job, zero=3), "was saved with ZeRO stage 1 or 2, and this run has ZeRO stage 3", ranks=2)
+    refused(replace(job, zero=0), "was saved with ZeRO stage 1 or 2, and this run has DeepSpeed without ZeRO", ranks=2)
+    refused(job.but(bf16=True), "was saved with other DeepSpeed settings (another precision?)", ranks=2)
+    assert train_to_end(replace(job, zero=1), 2) == undisturbed(job, 2), "stages 1 and 2 partition alike"
 
 
 @pytest.mark.parametrize(
@@ -225,11 +227,11 @@ def test_divided_in_another_way(job: HfJob) -> None:
     [
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, 'offload to "cpu"'),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, 'offload to "cpu"'),
-        ({"checkpoint": {"writer": {"type": "fast"}}}, "names a checkpoint writer of its own"),
-        ({"datastates_ckpt": {"host_cache_size": 1}}, "names a checkpoint writer of its own"),
+        ({"checkpoint": {"writer": {"type": "fast"}}}, "names a checkpoint writer"),
+        ({"datastates_ckpt": {"host_cache_size": 1}}, "names a checkpoint writer"),
     ],
 )
-def test_what_is_written_past_us(config: dict[str, Any], word: str) -> None:
+def test_settings_that_write_state_elsewhere_are_refused(config: dict[str, Any], word: str) -> None:
     plugin = SimpleNamespace(deepspeed_config=config)
     trainer = SimpleNamespace(accelerator=SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin)))
     with pytest.raises(ConfigError, match=word):
@@ -237,7 +239,8 @@ def test_what_is_written_past_us(config: dict[str, Any], word: str) -> None:
 
 
 def _loop(folder: str, given: str) -> None:
-    """A loop of one's own, with DeepSpeed."""
+    """Use DeepSpeed in a plain loop."""
+    begin_deepspeed()
     model = torch.nn.Linear(4, 4)
     settings = {"train_batch_size": 4, "zero_allow_untested_optimizer": True, "zero_optimization": {"stage": 3}}
     engine, optimizer, *_ = importlib.import_module("deepspeed").initialize(
@@ -247,8 +250,8 @@ def _loop(folder: str, given: str) -> None:
 
 
 @pytest.mark.parametrize("given", ["engine", "model", "optimizer"])
-def test_a_loop_of_ones_own_is_refused(tmp_path: Path, given: str) -> None:
-    """It would save what is not whole."""
+def test_a_plain_loop_is_refused(tmp_path: Path, given: str) -> None:
+    """Its checkpoints would be incomplete."""
     [result] = run_ranks(1, _loop, str(tmp_path), given, backend="gloo", modules=PRELOAD)
     assert result.error is not None, str(result)
     assert result.error.type == "ConfigError", str(result)
@@ -256,9 +259,9 @@ def test_a_loop_of_ones_own_is_refused(tmp_path: Path, given: str) -> None:
 
 
 def test_all_gathered_on_a_rank(job: HfJob) -> None:
-    """Is as exact, and warned of."""
+    """Resuming is as exact, and the cost is logged."""
     job = replace(job, zero=3)
     full = job.but(deepspeed=deepspeed_config(3, stage3_gather_16bit_weights_on_model_save=True))
     assert "gathers the whole model (" in stopped(full, *told(4, rank=1), ranks=2)
     assert (job.output / "checkpoint-4" / "model.safetensors").exists()
-    assert goes_on(full, 2) == undisturbed(job, 2)
+    assert train_to_end(full, 2) == undisturbed(job, 2)

@@ -1,6 +1,6 @@
-"""The ways in which transformers' own just-in-time checkpoints lose work, one test each; nothing is lost under ours.
+"""The ways in which transformers' just-in-time checkpoints lose work, one test each. Reprieve loses nothing.
 
-`python -m benchmarks.hf_defects` runs the same scenarios with theirs, too.
+`python -m benchmarks.hf_defects` runs the same scenarios with transformers' own, too.
 """
 
 from __future__ import annotations
@@ -8,8 +8,11 @@ from __future__ import annotations
 import pytest
 from benchmarks.hf_defects import SCENARIOS, run
 
+from tests.support.places import WITHOUT_DEEPSPEED
+
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("number", range(1, len(SCENARIOS) + 1), ids=[one.__name__ for one in SCENARIOS])
-def test_nothing_is_lost_where(number: int) -> None:
+@pytest.mark.parametrize("number", range(1, len(SCENARIOS) + 1), ids=[scenario.__name__ for scenario in SCENARIOS])
+def test_nothing_is_lost_where(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", WITHOUT_DEEPSPEED)
     assert run(number, "reprieve") is None

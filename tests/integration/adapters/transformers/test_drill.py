@@ -31,7 +31,7 @@ def job(tmp_path: Path) -> HfJob:
 
 
 def drill(job: HfJob, *faults: Fault, ranks: int = 1, step: int = 4, again: HfJob | None = None) -> DrillReport:
-    """Stop the job, start it again, compare. `again`: what is started, if that is another."""
+    """Stop the job, restart it and compare. `again`: the job to restart, if it is another."""
     folder = Path(job.folder).parent
     with listening() as (before, env):
         results = attempt(job, *faults, ranks=ranks, **env, **{DRILL: str(folder / "scratch")})
@@ -48,7 +48,7 @@ def drill(job: HfJob, *faults: Fault, ranks: int = 1, step: int = 4, again: HfJo
 
 @contextlib.contextmanager
 def listening() -> Iterator[tuple[JobStatus, dict[str, str]]]:
-    """What the ranks report meanwhile, and the environment in which they do."""
+    """A listener for the ranks' reports, and the environment that directs them there."""
     seen, listener, done = JobStatus(), Listener(), threading.Event()
 
     def listen() -> None:
@@ -106,14 +106,14 @@ def test_a_state_that_takes_longer_to_compare_than_a_process_may_take_to_leave(j
 
 
 def test_a_script_that_looks_for_its_newest_checkpoint_itself(job: HfJob) -> None:
-    """In the folder that it knows; in a drill the run is elsewhere."""
+    """The script names its own folder; in a drill the run is elsewhere."""
     job = job.but(num_train_epochs=1, eval_strategy="no")
     report = drill(job, *told(4), again=replace(job, given=str(job.output / "checkpoint-4")))
     assert report.equal is True, report.problems
 
 
 class Tampering(transformers.TrainerCallback):
-    """A user's: changes something after a checkpoint was loaded."""
+    """A user's callback that changes something after a checkpoint was loaded."""
 
     def __init__(self, what: str) -> None:
         self.trainer: Any = None

@@ -1,4 +1,4 @@
-"""TensorBoard, W&B and MLflow, the packages themselves: a run that was stopped is one run there too."""
+"""TensorBoard, W&B and MLflow, the real packages: a run that was stopped and resumed is one run there too."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from reprieve.testing import Fault, run_ranks
 from tests.support.hf_kit import attempt
 from tests.support.jobs.hf_jobs import HfJob, seen
 from tests.support.jobs.hf_tracker_jobs import (
-    PRELOAD_FOLLOWERS,
+    PRELOAD_TRACKERS,
     on_mlflow,
     on_tensorboard,
     on_wandb,
@@ -27,18 +27,18 @@ STEPS = list(range(1, 13))
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_is_sent() -> Iterator[None]:
-    """Before anybody imports them."""
+    """Configure the packages before their import."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "offline")
         patch.setenv("WANDB_ERROR_REPORTING", "false")
         patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-        patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # else a database, and all of MLflow
+        patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # otherwise it needs a database, and imports all of MLflow
         yield
 
 
 @dataclass(frozen=True)
 class Followed:
-    """A job, and where its followers write."""
+    """A job, and where its experiment trackers write."""
 
     root: Path
 
@@ -54,21 +54,21 @@ class Followed:
         return (self.root / "mlflow").as_uri()
 
     def run(self, fn: Callable[[HfJob], None], *faults: Fault, **env: str) -> str:
-        """What it says."""
+        """Run an attempt and return its output."""
         env |= {"WANDB_DIR": str(self.root), "MLFLOW_TRACKING_URI": self.mlflow}
-        result = attempt(self.job, *faults, fn=fn, modules=PRELOAD_FOLLOWERS, **env)[0]
+        result = attempt(self.job, *faults, fn=fn, modules=PRELOAD_TRACKERS, **env)[0]
         assert result.exit_code == (143 if faults else 0), str(result)
         return result.output
 
     def found(self, look: Callable[[str], Any], where: str | None = None) -> Any:
-        """Looked up where the packages are imported already."""
-        result = run_ranks(1, look, where or str(self.root), backend=None, modules=PRELOAD_FOLLOWERS)[0]
+        """Call a function in a process that has imported the packages."""
+        result = run_ranks(1, look, where or str(self.root), backend=None, modules=PRELOAD_TRACKERS)[0]
         assert result.ok, str(result)
         return result.value
 
     @property
     def losses(self) -> list[float]:
-        """As the trainer has logged them."""
+        """The losses that the trainer has logged."""
         return [entry["loss"] for entry in seen(self.job.folder)["end-0.json"]["log"] if "loss" in entry]
 
 
@@ -108,16 +108,16 @@ def test_mlflow_has_one_run(followed: Followed) -> None:
 
 
 def test_what_the_script_says_holds(tmp_path: Path) -> None:
-    """Runs that it begins itself, and a folder of TensorBoard."""
+    """The script starts its runs itself and sets TensorBoard's folder."""
     followed = Followed(tmp_path)
     (tmp_path / "wandb").mkdir()
-    said = [
+    outputs = [
         followed.run(train_in_own_runs, *faults, TENSORBOARD_LOGGING_DIR=str(tmp_path / folder))
         for faults, folder in ((told(4), "first"), ((), "second"))
     ]
-    assert "has begun a run of" not in said[0]
-    assert "the script has begun a run of wandb itself" in said[1]
-    assert "the script has begun a run of mlflow itself" in said[1]
+    assert "has started a" not in outputs[0]
+    assert "the script has started a wandb run itself" in outputs[1]
+    assert "the script has started a mlflow run itself" in outputs[1]
     parts = [STEPS[:4], STEPS[4:]]
     boards = followed.found(on_tensorboard)
     assert [[step for step, _ in boards[name]] for name in ("first", "second")] == parts

@@ -1,4 +1,4 @@
-"""Trainers of every shape are stopped and go on: accumulation, limits, best models, early stops, several trainings."""
+"""Trainers of many kinds stop and resume: accumulation, limits, best models, early stops, several trainings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from reprieve.testing import pause
-from tests.support.hf_kit import attempt, checkpoints, goes_on, stopped, undisturbed, valid
+from tests.support.hf_kit import attempt, checkpoints, stopped, train_to_end, undisturbed, valid
 from tests.support.jobs.hf_jobs import Asking, HfJob, seen
 from tests.support.jobs.hf_saving_jobs import Looking
 from tests.support.jobs.stop_scenario_jobs import told
@@ -30,7 +30,7 @@ def job(tmp_path: Path) -> HfJob:
 def _exact(job: HfJob, *places: tuple[str, int]) -> None:
     for at, nth in places:
         stopped(job, *told(nth, at))
-    assert goes_on(job) == undisturbed(job)
+    assert train_to_end(job) == undisturbed(job)
 
 
 @pytest.mark.parametrize("nth", [1, 5, 15])
@@ -65,7 +65,7 @@ def test_the_best_model(job: HfJob, place: tuple[str, int]) -> None:
 
 
 def test_the_best_checkpoint_is_one_that_the_script_saves(job: HfJob) -> None:
-    """The best step is evaluated, and the script does not save it: that we do, each 7 steps, does not count."""
+    """The script evaluates the best step and does not save it: that `every` saves each 7 steps does not count."""
     job = job.but(metric_for_best_model="loss", eval_strategy="steps", eval_steps=7, learning_rate=0.3)
     end = undisturbed(job)["end-0.json"]
     assert end["best"] is None and end["best_metric"] is not None
@@ -86,7 +86,7 @@ def test_a_schedule_that_looks_at_evaluations(job: HfJob) -> None:
 
 
 def test_an_evaluation_at_the_start(job: HfJob) -> None:
-    """It ends where it is stopped, and is not done again once something was trained."""
+    """It stops where it is, and does not run again once a step was trained."""
     job = job.but(eval_on_start=True)
     assert "nothing to save" in stopped(job, *told(2, "prediction"))
     assert checkpoints(job) == []
@@ -114,28 +114,28 @@ def test_a_loss_that_is_scaled(job: HfJob) -> None:
 
 
 def test_data_that_nobody_wants_to_wait_for(job: HfJob) -> None:
-    """It does not have to be skipped."""
+    """Seeking makes it unnecessary."""
     stopped(job.but(ignore_data_skip=True), *told(4))
-    assert goes_on(job.but(ignore_data_skip=True)) == undisturbed(job)
+    assert train_to_end(job.but(ignore_data_skip=True)) == undisturbed(job)
 
 
 def test_a_finished_job_trains_no_more(job: HfJob) -> None:
     job = job.but(**BEST)
-    expected = goes_on(job)
-    assert goes_on(job) == expected
-    assert goes_on(job) == undisturbed(job)
+    expected = train_to_end(job)
+    assert train_to_end(job) == expected
+    assert train_to_end(job) == undisturbed(job)
 
 
 def test_a_finished_job_goes_on_when_more_is_asked_for(job: HfJob) -> None:
-    goes_on(job)
+    train_to_end(job)
     more = job.but(num_train_epochs=3)
-    goes_on(more)
+    train_to_end(more)
     assert seen(job.folder)["end-0.json"]["steps"] == 45
 
 
 @pytest.mark.parametrize("nth", [4, 34])
 def test_two_trainings_in_a_script(job: HfJob, nth: int) -> None:
-    """30 steps each; the second goes on with the model of the first, and from its own checkpoints."""
+    """30 steps each; the second continues with the model of the first, and resumes from its own checkpoints."""
     _exact(replace(job, trainings=2), ("forward", nth))
 
 
@@ -149,30 +149,30 @@ def test_checkpoints_by_time(job: HfJob) -> None:
 
 def test_checkpoints_by_our_own_schedule(job: HfJob) -> None:
     job = replace(job.but(save_strategy="no"), options=(("every", 7), ("keep", 2)))
-    goes_on(job)
+    train_to_end(job)
     assert checkpoints(job) == ["checkpoint-28", "checkpoint-30"]
 
 
 def test_our_schedule_removes_nothing_that_the_script_asked_for(job: HfJob) -> None:
-    """save_steps without save_total_limit: stock would keep those. `keep` is 3 by default, for ours and those of stops;
-    the process that removes is not the one that saved."""
+    """With save_steps and without save_total_limit, stock keeps all. `keep`, 3 by default, limits only the checkpoints
+    of `every` and of stops. Another process than the one that saved removes them."""
     job = job.but(save_strategy="steps", save_steps=10)
     stopped(job, *told(12))
     scheduled = replace(job, options=(("every", 4),))
     stopped(scheduled, *told(11))
-    goes_on(scheduled)
+    train_to_end(scheduled)
     assert sorted(valid(job)) == [10, 20, 23, 24, 28, 30]
 
 
 def test_our_schedule_with_a_limit_of_the_script(job: HfJob) -> None:
-    goes_on(replace(job.but(save_strategy="steps", save_steps=10, save_total_limit=2), options=(("every", 4),)))
+    train_to_end(replace(job.but(save_strategy="steps", save_steps=10, save_total_limit=2), options=(("every", 4),)))
     assert valid(job) == [30, 28]
 
 
 def test_the_best_counts_towards_the_limit_of_the_script(job: HfJob) -> None:
     job = job.but(**{**BEST, "save_total_limit": 2}, save_strategy="steps", save_steps=5, eval_strategy="steps")
     job = job.but(eval_steps=5, learning_rate=0.3)  # the first is the best
-    goes_on(job)
+    train_to_end(job)
     best = int(seen(job.folder)["end-0.json"]["best"].rpartition("-")[2])
     assert best < 25
     assert valid(job) == [30, best]
@@ -181,11 +181,11 @@ def test_the_best_counts_towards_the_limit_of_the_script(job: HfJob) -> None:
 def test_what_a_callback_remembers_as_an_argument(job: HfJob) -> None:
     job = replace(job, callbacks=(Remembering(),))
     stopped(job, *told(9))
-    assert goes_on(job) == undisturbed(job)
+    assert train_to_end(job) == undisturbed(job)
 
 
 class Remembering(TrainerCallback, ExportableState):
-    """Is made with what it remembers, as averages of weights are, and logs it."""
+    """A callback with its state in constructor arguments, as averages of weights have it. It logs the state."""
 
     def __init__(self, total: float = 0.0) -> None:
         self.total = total
@@ -201,35 +201,35 @@ class Remembering(TrainerCallback, ExportableState):
 
 
 def test_what_others_removed_of_a_limit(job: HfJob) -> None:
-    goes_on(job.but(save_strategy="steps", save_steps=5, save_total_limit=2))
+    train_to_end(job.but(save_strategy="steps", save_steps=5, save_total_limit=2))
     assert checkpoints(job) == ["checkpoint-25", "checkpoint-30"]
 
 
-def test_how_often_is_what_the_script_says_now(job: HfJob) -> None:
-    """A stock resume would go on as the checkpoint says."""
+def test_the_scripts_present_save_steps_apply(job: HfJob) -> None:
+    """A stock resume would follow the checkpoint."""
     stopped(job.but(save_strategy="steps", save_steps=20), *told(4))
-    goes_on(job.but(save_strategy="steps", save_steps=12))
+    train_to_end(job.but(save_strategy="steps", save_steps=12))
     assert checkpoints(job) == ["checkpoint-12", "checkpoint-24", "checkpoint-30", "checkpoint-4"]
 
 
-def test_transformers_own_checkpoints_leave_it_to_us(job: HfJob) -> None:
+def test_transformers_just_in_time_checkpoints_are_replaced(job: HfJob) -> None:
     results = attempt(job.but(enable_jit_checkpoint=True), *told(4), ranks=2)
     assert [result.exit_code for result in results] == [143, 143]
-    said = [result.output.count("enable_jit_checkpoint=True: Reprieve does that now") for result in results]
-    assert said == [1, 0]
+    warnings = [result.output.count("enable_jit_checkpoint=True: Reprieve replaces") for result in results]
+    assert warnings == [1, 0]
     assert checkpoints(job) == ["checkpoint-4"]
-    assert goes_on(job, 2) == undisturbed(job, 2)
+    assert train_to_end(job, 2) == undisturbed(job, 2)
 
 
 def test_a_checkpoint_of_stock_transformers(job: HfJob, tmp_path: Path) -> None:
-    """Is gone on from as stock does: with the same batches."""
+    """Resume as stock does: with the same batches."""
     half = replace(job.but(save_strategy="steps", save_steps=12, max_steps=12), safe=False)
     assert attempt(half)[0].ok
     shutil.copytree(job.folder, tmp_path / "stock")
     assert attempt(replace(job, safe=False, folder=str(tmp_path / "stock"), given=True))[0].ok
     result = attempt(job)[0]
     assert result.ok, str(result)
-    assert "was saved by other means" in result.output
+    assert "was not saved by Reprieve" in result.output
     batches = [
         [(step, samples) for step, _, samples in seen(folder)["losses-0.jsonl"]]
         for folder in (job.folder, tmp_path / "stock")
@@ -238,7 +238,7 @@ def test_a_checkpoint_of_stock_transformers(job: HfJob, tmp_path: Path) -> None:
     assert len(batches[0]) == 30
 
 
-def test_stock_transformers_goes_on_from_ours(job: HfJob) -> None:
+def test_stock_transformers_resumes_from_reprieves_checkpoint(job: HfJob) -> None:
     stopped(job, *told(4))
     stock = replace(job, safe=False, given=True)
     assert attempt(stock)[0].ok
@@ -246,7 +246,7 @@ def test_stock_transformers_goes_on_from_ours(job: HfJob) -> None:
 
 
 def test_a_batch_size_that_was_found_before(job: HfJob) -> None:
-    """Hugging Face begins again with the one that fitted into memory."""
+    """Hugging Face starts again with the batch size that fits into memory."""
     stopped(job, *told(4))
     result = attempt(job.but(auto_find_batch_size=True, per_device_train_batch_size=8))[0]
     assert result.ok, str(result)
@@ -260,7 +260,7 @@ def test_starting_over_with_a_script_that_names_the_last_checkpoint(job: HfJob) 
     again = replace(job, given=str(job.output / "checkpoint-4"), options=(("fresh", True),))
     result = attempt(again)[0]
     assert result.ok, str(result)
-    assert "starting over: not from" in result.output
+    assert "was moved away and is not used" in result.output
     assert seen(job.folder) == undisturbed(job)
     assert (job.output / "previous-1" / "checkpoint-4").is_dir()
 
@@ -283,7 +283,7 @@ def test_checkpoints_as_the_environment_says(job: HfJob) -> None:
 
 
 def test_checkpoints_in_another_folder(job: HfJob, tmp_path: Path) -> None:
-    """The best model is found there, and callbacks are shown it there."""
+    """The best model is loaded from there, and callbacks get that path."""
     elsewhere = tmp_path / "elsewhere"
     best = job.but(**BEST, learning_rate=3e-2, num_train_epochs=4)
     looking = replace(best, callbacks=(Looking(job.folder),))
@@ -292,20 +292,20 @@ def test_checkpoints_in_another_folder(job: HfJob, tmp_path: Path) -> None:
         assert result.exit_code == code, str(result)
     assert seen(job.folder) == undisturbed(best)
     looked = [json.loads(line) for line in (Path(job.folder) / "looked.jsonl").read_text().splitlines()]
-    assert [one["path"] for one in looked] == [str(elsewhere / f"checkpoint-{step}") for step in (15, 30, 45, 60)]
-    assert all(one["best_is_there"] for one in looked)
+    assert [each["path"] for each in looked] == [str(elsewhere / f"checkpoint-{step}") for step in (15, 30, 45, 60)]
+    assert all(each["best_is_there"] for each in looked)
     assert checkpoints(job) == []
     assert (elsewhere / str(seen(job.folder)["end-0.json"]["best"])).is_dir()
 
 
 def test_no_checkpoint_at_the_end(job: HfJob) -> None:
     job = replace(job.but(save_strategy="no"), options=(("save_at_end", False),))
-    assert goes_on(job) == undisturbed(job)
+    assert train_to_end(job) == undisturbed(job)
     assert checkpoints(job) == []
 
 
 def test_small_files_do_not_touch_the_disk(tmp_path: Path) -> None:
-    """Torch says RuntimeError of a full one."""
+    """Torch raises RuntimeError on a full disk."""
     from reprieve.adapters.transformers.save.interception import SaveInterceptor
 
     with SaveInterceptor(tmp_path) as collecting:
@@ -319,8 +319,8 @@ def test_small_files_do_not_touch_the_disk(tmp_path: Path) -> None:
     assert torch.load(io.BytesIO(source.data)) == {"step": 3}  # type: ignore[union-attr]
 
 
-def test_what_is_saved_and_removed_again_is_not_there(tmp_path: Path) -> None:
-    """As transformers does with ZeRO 3. And nothing is in torch's old format, which DeepSpeed may be told to use."""
+def test_a_file_that_is_saved_and_removed_again_is_left_out(tmp_path: Path) -> None:
+    """Transformers does this with ZeRO 3. And nothing is in torch's old format, which DeepSpeed can be set to use."""
     from transformers import trainer
 
     from reprieve.adapters.transformers.save.interception import SaveInterceptor
@@ -335,18 +335,18 @@ def test_what_is_saved_and_removed_again_is_not_there(tmp_path: Path) -> None:
 
 
 def test_transformers_bar_is_back_after_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While ours is drawn, what is logged is printed above it."""
+    """While Reprieve's bar is drawn, log lines are printed above it."""
     from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, PrinterCallback, ProgressCallback
 
     from reprieve.adapters.transformers import preflight
 
     handler: Any = CallbackHandler([DefaultFlowCallback, ProgressCallback], None, None, None, None)
     handler.args = SimpleNamespace(disable_tqdm=False)
-    theirs = handler.callbacks[1]
+    stock_bar = handler.callbacks[1]
     monkeypatch.setattr(preflight, "terminal", lambda: None)
     with preflight.bar_replaced(handler):
-        assert handler.callbacks[1] is theirs
-    monkeypatch.setattr(preflight, "terminal", lambda: "one")
+        assert handler.callbacks[1] is stock_bar
+    monkeypatch.setattr(preflight, "terminal", lambda: "a terminal")
     with preflight.bar_replaced(handler):
-        assert [type(one) for one in handler.callbacks] == [DefaultFlowCallback, PrinterCallback]
-    assert handler.callbacks[1:] == [theirs]
+        assert [type(each) for each in handler.callbacks] == [DefaultFlowCallback, PrinterCallback]
+    assert handler.callbacks[1:] == [stock_bar]

@@ -1,4 +1,4 @@
-"""What a Trainer tells of itself, stopped in training and in an evaluation: the progress file, the termination log."""
+"""What a Trainer reports when it stops in training and in an evaluation: progress file and termination log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.jobs.stop_scenario_jobs import told
 
 
 def _tells(job: HfJob, *faults: Fault) -> tuple[int, dict[str, Any], dict[str, Any]]:
-    """One attempt on two ranks: its exit code, and what the file and the log hold when it is over."""
+    """Run an attempt on two ranks and return its exit code, progress file and termination log."""
     folder = Path(job.folder).parent
     file, log = folder / "progress.json", folder / "termination-log"
     log.write_bytes(b"")
@@ -35,7 +35,7 @@ def _tells(job: HfJob, *faults: Fault) -> tuple[int, dict[str, Any], dict[str, A
     not hasattr(transformers.integrations, "KubeflowCallback"), reason="this version of transformers tells no server"
 )
 def test_transformers_own_does_not_tell_the_status_server(tmp_path: Path) -> None:
-    """Two would tell it different things: transformers' own says 100 % at the end, whatever that is."""
+    """Two callbacks would report different things: transformers' own reports 100 % at any end."""
     job = HfJob(str(tmp_path / "job"), callbacks=(Listing(str(tmp_path)),)).but(report_to=["kubeflow"])
     server = {
         "KUBEFLOW_TRAINER_SERVER_URL": "http://127.0.0.1:9/",
@@ -55,7 +55,7 @@ def test_a_trainer_tells_how_far_it_is(tmp_path: Path) -> None:
     """60 samples in batches of 4 on 2 ranks: 8 steps an epoch, 16 in all."""
     job = HfJob(str(tmp_path / "job")).but(include_num_input_tokens_seen="all", per_device_eval_batch_size=2)
 
-    slow = [pause(0, "forward", 0.5, nth=nth) for nth in (2, 3, 4, 5)]  # who runs for less than a second has no pace
+    slow = [pause(0, "forward", 0.5, nth=nth) for nth in (2, 3, 4, 5)]  # a run of less than a second has no throughput
     code, file, log = _tells(job, *slow, *told(6))
     assert code == 143
     assert (file["step"], file["totalSteps"], file["epoch"], file["totalEpochs"]) == (6, 16, 0, 2)

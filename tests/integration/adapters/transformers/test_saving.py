@@ -1,4 +1,4 @@
-"""Whoever reads a checkpoint as soon as it is saved, finds it committed: callbacks, pushes to the hub, TRL's cards."""
+"""Callbacks, pushes to the Hub and TRL's model cards find a checkpoint committed as soon as it is saved."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def job(tmp_path: Path) -> HfJob:
 
 @pytest.fixture
 def hub() -> Iterator[Callable[..., Hub]]:
-    """Makes one."""
+    """A function that makes a Hub."""
     hubs: list[Hub] = []
 
     def make(*args: Any) -> Hub:
@@ -40,12 +40,12 @@ def hub() -> Iterator[Callable[..., Hub]]:
         return hubs[-1]
 
     yield make
-    for one in hubs:
-        one.close()
+    for hub in hubs:
+        hub.close()
 
 
 def _run(job: HfJob, *args: Any, code: int = 0, **more: Any) -> Result:
-    """One process has imported what all of them need."""
+    """Import once what all attempts need."""
     result = attempt(job, *args, modules=PRELOAD_TRL, **more)[0]
     assert result.exit_code == code, str(result)
     return result
@@ -67,18 +67,19 @@ def test_a_callback_finds_it_committed(job: HfJob, greater_is_better: bool) -> N
     _run(looking, *told(1, "prediction"), code=143)
     _run(looking)
     looked = _looked(job)
-    assert [one["step"] for one in looked] == [3, 6, 9]
-    assert all(one["best_is_there"] for one in looked)
+    assert [each["step"] for each in looked] == [3, 6, 9]
+    assert all(each["best_is_there"] for each in looked)
     saved = {path.name: json.loads((path / "trainer_state.json").read_text()) for path in job.output.glob("c*")}
-    losses = [(one["eval_loss"], one["step"]) for one in saved["checkpoint-9"]["log_history"] if "eval_loss" in one]
+    log = saved["checkpoint-9"]["log_history"]
+    losses = [(entry["eval_loss"], entry["step"]) for entry in log if "eval_loss" in entry]
     assert [step for _, step in losses] == [3, 6, 9]
 
     def best(step: int) -> str:
-        so_far = [one for one in losses if one[1] <= step]
+        so_far = [loss for loss in losses if loss[1] <= step]
         return str(job.output / f"checkpoint-{(max if greater_is_better else min)(so_far)[1]}")
 
-    assert [one["trainers_best"] for one in looked] == [best(3), best(6), best(9)]
-    assert [one["best"] for one in looked] == [best(3), best(6), best(9)]
+    assert [each["trainers_best"] for each in looked] == [best(3), best(6), best(9)]
+    assert [each["best"] for each in looked] == [best(3), best(6), best(9)]
     assert {name: state["best_model_checkpoint"] for name, state in saved.items()} == {
         "checkpoint-3": best(3),
         "checkpoint-5": best(3),
@@ -92,18 +93,18 @@ def test_a_callback_that_raises(job: HfJob) -> None:
     assert result.error is not None
     assert (result.error.type, result.error.message) == ("LookupError", "the callback does not like it")
     assert checkpoints(job) == ["checkpoint-3", "checkpoint-6"]
-    for one in _looked(job):
-        path = job.output / f"checkpoint-{one['step']}"
+    for record in _looked(job):
+        path = job.output / f"checkpoint-{record['step']}"
         _check(path)
-        assert digests(path) == one["files"]
+        assert digests(path) == record["files"]
     _run(replace(job, callbacks=(Looking(job.folder),)))
-    assert [one["step"] for one in _looked(job)] == [3, 6, 9]
+    assert [each["step"] for each in _looked(job)] == [3, 6, 9]
 
 
 def test_a_callback_of_the_second_training_finds_its_own(job: HfJob) -> None:
     _run(replace(job, trainings=2, callbacks=(Looking(job.folder),)))
     folders = [job.output] * 3 + [job.output / "train-2"] * 3
-    assert [one["path"] for one in _looked(job)] == [
+    assert [each["path"] for each in _looked(job)] == [
         str(folder / f"checkpoint-{step}") for folder, step in zip(folders, [3, 6, 9] * 2, strict=True)
     ]
 
@@ -112,12 +113,12 @@ def test_a_callback_is_not_shown_what_storage_refused(job: HfJob) -> None:
     failing = fail(0, "before commit", OSError(errno.EIO, "Input/output error"))
     result = _run(replace(job, callbacks=(Looking(job.folder),)), failing)
     assert "step 3 is not saved" in result.output
-    assert [one["step"] for one in _looked(job)] == [6, 9]
+    assert [each["step"] for each in _looked(job)] == [6, 9]
 
 
 @pytest.mark.parametrize("background", [False, True])
 def test_the_best_is_one_that_is_there(job: HfJob, background: bool) -> None:
-    """The save of the best step is refused, at once or in the background: the best of those before is loaded."""
+    """The save of the best step fails, at once or in the background: the best earlier checkpoint is loaded."""
     judging = Judging({3: 2.0, 6: 1.0, 8: 3.0})
     callbacks = (judging,) if background else (judging, Looking(job.folder))
     best = replace(job.but(**BEST, greater_is_better=False, save_total_limit=1, max_steps=8), callbacks=callbacks)
@@ -130,7 +131,7 @@ def test_the_best_is_one_that_is_there(job: HfJob, background: bool) -> None:
 
 
 def test_a_push_is_of_what_is_committed(job: HfJob, hub: Callable[..., Hub]) -> None:
-    """Also one that was due when the run was stopped; and nothing of ours goes with it."""
+    """Also one that was due at the stop; and none of Reprieve's files are uploaded."""
 
     def look(paths: list[str]) -> None:
         if paths[0].startswith("checkpoint-"):
@@ -182,7 +183,7 @@ def test_a_stop_of_which_nobody_knows_the_deadline(job: HfJob, hub: Callable[...
 
 
 def test_a_stop_during_a_push(job: HfJob, hub: Callable[..., Hub]) -> None:
-    """The upload of the model is under way, the one of the checkpoint waits for it."""
+    """The upload of the model is in progress, and that of the checkpoint is queued."""
 
     def wait(paths: list[str]) -> None:
         until = time.monotonic() + 30

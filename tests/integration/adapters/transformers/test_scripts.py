@@ -1,9 +1,10 @@
-"""Scripts that have never heard of Reprieve, under `reprieve run`: stopped, run again, and as good as undisturbed."""
+"""Scripts that know nothing of Reprieve, under `reprieve run`: stopped, resumed, and equal to undisturbed ones."""
 
 from __future__ import annotations
 
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -11,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs.hf_jobs import deepspeed_config
+from reprieve.testing import run_ranks
+from tests.support.jobs.hf_jobs import PRELOAD_TRL, deepspeed_config
 from tests.support.launch_kit import Lab, until
-from tests.support.places import HF_SCRIPTS
+from tests.support.places import HF_SCRIPTS, WITHOUT_DEEPSPEED
 
 COMMANDS = {
     "with_argparse": ["--epochs", "6"],
@@ -31,6 +33,7 @@ def lab(tmp_path: Path) -> Lab:
     lab = Lab(tmp_path)
     lab.env |= {
         "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": WITHOUT_DEEPSPEED,
         "TOKENIZERS_PARALLELISM": "false",
         "TRAINING_PROGRESS_FILE": str(tmp_path / "progress.json"),
         "PROGRESS_UPDATE_FREQUENCY": "1",
@@ -71,12 +74,16 @@ LAUNCHERS = {
 def test_an_unmodified_script(lab: Lab, script: str, launcher: str) -> None:
     command = [sys.executable, *LAUNCHERS[launcher], str(HF_SCRIPTS / f"{script}.py"), *COMMANDS[script]]
     if launcher == "deepspeed":
-        lab.env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), lab.env["PATH"]])  # ninja is there
+        lab.env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), lab.env["PATH"]])  # it has ninja
         (lab.folder / "zero.json").write_text(json.dumps(deepspeed_config(2)))
         command += ["--deepspeed", str(lab.folder / "zero.json")]
+        del lab.env["PYTHONPATH"]
     plain = lab.folder / "undisturbed"
     plain.mkdir()
-    subprocess.run(command, cwd=plain, env=lab.env, check=True, capture_output=True, timeout=180)
+    if launcher == "deepspeed":
+        subprocess.run(command, cwd=plain, env=lab.env, check=True, capture_output=True, timeout=180)
+    else:
+        _run_undisturbed(script, plain, 2 if launcher == "torchrun" else 1)
     launched = lab.start(command)
     until(lambda: _steps(lab) > 20, launched)
     launched.terminate()
@@ -88,6 +95,30 @@ def test_an_unmodified_script(lab: Lab, script: str, launcher: str) -> None:
     assert ended.code == 0, str(ended)
     assert _final(lab.folder) == _final(plain)
     assert "reprieve" not in (HF_SCRIPTS / f"{script}.py").read_text()
+
+
+def _run_undisturbed(script: str, folder: Path, ranks: int) -> None:
+    """Run the script as `python` and torchrun do, in forks of a process that has imported what it needs."""
+    alone = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **(alone if ranks == 1 else {})}
+    results = run_ranks(
+        ranks,
+        run_script,
+        str(HF_SCRIPTS / f"{script}.py"),
+        COMMANDS[script],
+        str(folder),
+        backend=None,
+        env=environment,
+        timeout="180s",
+        modules=PRELOAD_TRL,
+    )
+    assert all(result.ok for result in results), "\n\n".join(map(str, results))
+
+
+def run_script(path: str, arguments: list[str], folder: str) -> None:
+    os.chdir(folder)
+    sys.argv = [path, *arguments]
+    runpy.run_path(path, run_name="__main__")
 
 
 def _steps(lab: Lab) -> int:

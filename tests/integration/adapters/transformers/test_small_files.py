@@ -61,7 +61,7 @@ def test_a_script_that_is_stopped_once(faults: list[Fault], tmp_path: Path, stoc
 
 
 def test_the_same_under_reprieve_without_a_stop(tmp_path: Path, stock_files: dict[str, Any]) -> None:
-    """And once more, after it has finished: no checkpoint is written again."""
+    """It also runs once more after it has finished, and writes no checkpoint again."""
     job = _job(tmp_path)
     for _ in range(2):
         assert _run(job) == 0
@@ -71,7 +71,7 @@ def test_the_same_under_reprieve_without_a_stop(tmp_path: Path, stock_files: dic
 
 
 def test_the_evaluation_that_was_due_is_in_what_is_saved_at_the_end(tmp_path: Path) -> None:
-    """The script itself saves nothing. A second stop, after that evaluation, does not lose it either."""
+    """The script itself saves nothing. A second stop, after the evaluation, does not lose the evaluation either."""
     job = replace(HfJob(str(tmp_path)), samples=24).but(
         eval_strategy="steps", eval_steps=3, save_strategy="no", max_steps=6, per_device_eval_batch_size=4
     )
@@ -87,6 +87,6 @@ def test_the_evaluation_that_was_due_is_in_what_is_saved_at_the_end(tmp_path: Pa
 
 
 def _evaluated(job: HfJob, checkpoint: int) -> list[int]:
-    """The steps whose evaluation is in the log of a checkpoint."""
+    """Return the steps whose evaluation is in the log of a checkpoint."""
     state = json.loads((job.output / f"checkpoint-{checkpoint}" / "trainer_state.json").read_text())
     return [entry["step"] for entry in state["log_history"] if "eval_loss" in entry]

@@ -1,4 +1,4 @@
-"""A stop before the first step of a process, wherever it is: nothing to save, so it is not waited for."""
+"""A stop before the first step of a process ends it at once: there is nothing to save."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from reprieve.testing import pause, terminate
-from tests.support.hf_kit import attempt, checkpoints, goes_on, stopped, undisturbed
+from tests.support.hf_kit import attempt, checkpoints, stopped, train_to_end, undisturbed
 from tests.support.jobs.hf_jobs import HfJob
 from tests.support.jobs.stop_scenario_jobs import told
 
 FAR_S = 60
-"""How long it would take to get to a boundary; the tests end before that."""
+"""How long it would take to reach a boundary. The tests end before that."""
 
 
 @pytest.fixture
@@ -35,24 +35,24 @@ def _ends_there(job: HfJob, at: str, nth: int = 1, *, ranks: int = 1) -> None:
 @pytest.mark.parametrize("at", ["fetch", "forward"])
 def test_in_a_first_start(job: HfJob, at: str) -> None:
     _ends_there(job, at)
-    assert goes_on(job) == undisturbed(job)
+    assert train_to_end(job) == undisturbed(job)
 
 
 @pytest.mark.parametrize("at", ["load", "fetch", "forward"])
 def test_in_a_resumed_one(job: HfJob, at: str) -> None:
-    """Loading, getting the first batch, compiling: all of that comes before the first step is done."""
+    """Loading, the first batch and compiling all come before the end of the first step."""
     stopped(job, *told(6))
     _ends_there(job, at)
     assert checkpoints(job) == ["checkpoint-4", "checkpoint-6"]
-    assert goes_on(job) == undisturbed(job)
+    assert train_to_end(job) == undisturbed(job)
 
 
 def test_while_batches_are_read_again(job: HfJob) -> None:
-    """The stream does not know where it is, and is read from its beginning: the 5th sample of 24."""
+    """The stream has no position and is replayed from its beginning: the 5th sample of 24."""
     job = replace(job, stream=True, masking=False)
     stopped(job, *told(6))
     _ends_there(job, "fetch", 5)
-    assert goes_on(job) == undisturbed(job)
+    assert train_to_end(job) == undisturbed(job)
 
 
 @pytest.mark.parametrize("at", ["load", "forward"])
@@ -60,10 +60,10 @@ def test_all_ranks_where_one_is_told(job: HfJob, at: str) -> None:
     for result in attempt(job, *told(6), ranks=2):
         assert result.exit_code == 143, str(result)
     _ends_there(job, at, ranks=2)
-    assert goes_on(job, ranks=2) == undisturbed(job, ranks=2)
+    assert train_to_end(job, ranks=2) == undisturbed(job, ranks=2)
 
 
 def test_a_first_step_that_is_done_in_time_is_saved(job: HfJob) -> None:
     stopped(replace(job, options=(("exit_wait", 20),)), terminate(0, "forward"), pause(0, "forward", 2))
     assert checkpoints(job) == ["checkpoint-1"]
-    assert goes_on(job) == undisturbed(job)
+    assert train_to_end(job) == undisturbed(job)

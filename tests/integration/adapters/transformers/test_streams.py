@@ -1,5 +1,7 @@
-"""Trainers that read shuffled streams of `datasets`, stopped and resumed. What a stream can look like besides is tested
-without a trainer, in tests/unit/test_data_streams.py."""
+"""Trainers that read shuffled streams of `datasets`, stopped and resumed.
+
+Other kinds of streams are tested without a trainer, in tests/unit/data/test_hf_streams.py.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.hf_kit import goes_on, stopped, undisturbed
+from tests.support.hf_kit import stopped, train_to_end, undisturbed
 from tests.support.jobs.hf_jobs import HfJob
 from tests.support.jobs.stop_scenario_jobs import told
 
@@ -26,17 +28,17 @@ from tests.support.jobs.stop_scenario_jobs import told
     ids=str,
 )
 def test_a_shuffled_stream(tmp_path: Path, nth: int, shards: int, workers: int, options: dict[str, Any]) -> None:
-    """Stopped at the first step, in the middle, and in the second pass, which begins with the 16th step."""
+    """Stop at the first step, in the middle, and in the second pass, which starts with the 16th step."""
     job = HfJob(str(tmp_path / "job"), trainer="mlm", stream=True, shuffled=shards, workers=workers).but(**options)
     stopped(job, *told(nth))
-    assert goes_on(job) == undisturbed(job)
+    assert train_to_end(job) == undisturbed(job)
 
 
-# With packing stock knows no other way than shards.
+# With packing, stock supports only shards.
 @pytest.mark.parametrize(("trainer", "dispatched"), [("mlm", True), ("mlm", False), ("packed", False)])
 def test_a_shuffled_stream_on_two_ranks(tmp_path: Path, trainer: str, dispatched: bool) -> None:
-    """Read by one rank for both, or by each of them in shards of its own."""
+    """One rank reads for both, or each reads its own shards."""
     job = HfJob(str(tmp_path / "job"), trainer=trainer, stream=True, shuffled=4, workers=2, samples=96)
     job = job.but(accelerator_config={"dispatch_batches": dispatched})
     stopped(job, *told(5, rank=1), ranks=2)
-    assert goes_on(job, 2) == undisturbed(job, 2)
+    assert train_to_end(job, 2) == undisturbed(job, 2)

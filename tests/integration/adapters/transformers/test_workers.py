@@ -1,4 +1,4 @@
-"""A stop that reaches all processes of a rank, as torchrun's does: its DataLoader workers stay, and it is saved."""
+"""A stop signal to all processes of a rank, as torchrun sends it: DataLoader workers survive, and the rank saves."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from transformers import TrainerCallback
 
-from tests.support.hf_kit import goes_on, stopped, undisturbed
+from tests.support.hf_kit import stopped, train_to_end, undisturbed
 from tests.support.jobs.hf_jobs import HfJob
 from tests.support.jobs.stop_scenario_jobs import told
 
 
 class SignalsWorkers(TrainerCallback):
-    """At a step of an evaluation. `itself`: and then its own process."""
+    """Signal at a step of an evaluation. `itself`: and then its own process."""
 
     def __init__(self, nth: int, *, rank: int, itself: bool) -> None:
         self._left = nth
@@ -51,18 +51,18 @@ def test_in_an_evaluation(tmp_path: Path, ranks: int, options: dict[str, Any]) -
     job = _job(tmp_path, **options)
     output = stopped(replace(job, callbacks=(SignalsWorkers(2, rank=ranks - 1, itself=True),)), ranks=ranks)
     assert "after SIGTERM" in output, "rank 0 names what stopped the other rank"
-    assert goes_on(job, ranks) == undisturbed(job, ranks)
+    assert train_to_end(job, ranks) == undisturbed(job, ranks)
 
 
 def test_after_an_evaluation_whose_workers_stay(tmp_path: Path) -> None:
-    """The second evaluation finds workers, and draws no seed for them: a resumed one must not do so either."""
+    """The second evaluation reuses workers and draws no seed for them, and neither may a resumed one."""
     job = _job(tmp_path, dataloader_persistent_workers=True, eval_strategy="steps", eval_steps=4)
     stopped(job, *told(7))
-    # What persistent workers of an evaluation draw themselves is not restored (docs/run.md): these do.
-    assert goes_on(job)["losses-0.jsonl"] == undisturbed(job)["losses-0.jsonl"]
+    # Random numbers that persistent evaluation workers draw are not restored (docs/run.md): these do.
+    assert train_to_end(job)["losses-0.jsonl"] == undisturbed(job)["losses-0.jsonl"]
 
 
 def test_only_the_workers_of_an_evaluation_are_signalled(tmp_path: Path) -> None:
-    """Nobody wants the run to stop: it does not."""
+    """The signal was not for the run: it continues."""
     job = _job(tmp_path)
-    assert goes_on(replace(job, callbacks=(SignalsWorkers(2, rank=0, itself=False),))) == undisturbed(job)
+    assert train_to_end(replace(job, callbacks=(SignalsWorkers(2, rank=0, itself=False),))) == undisturbed(job)
