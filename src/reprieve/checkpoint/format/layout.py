@@ -1,8 +1,8 @@
-"""A file before it is written: its size and which bytes go where, with no byte moved yet.
+"""Layouts: the size of a file and where each of its bytes comes from, before any byte is moved.
 
-The formats (`torch_file`, `safetensors_file`) turn state into a `FileLayout`; the writer fills blocks from it in order
-of offset. A segment's bytes come from a `Source`; bytes that are known only once others were seen (a CRC that follows
-its record, a directory at the end) are `Deferred` and rendered when the writer gets there.
+`torch_layout` and `safetensors_layout` turn state into a `FileLayout`; `io/writer.py` fills blocks from it in the order
+of offsets. The bytes of a `Segment` come from a `Source`. Bytes that depend on earlier ones (a CRC after its record, a
+directory at the end) are `Deferred`: the writer renders them when it gets there.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from reprieve.storage.disk import PAGE
 
 _ALIGNMENT = 64
 _PAGES_FROM = 2**17
-"""What is as large as this starts with a page: then so does each rank's shard of most tensors, and ranks need not give
-each other the rest of a page that they share (7 % of all bytes of small adapters, measured on 8 ranks). Less would
-grow the file by more than 3 %."""
+"""Data of this size or more starts at a page boundary. Then each rank's shard of most tensors does too, and ranks need
+not send each other the rest of a page that they share (7 % of all bytes of small adapters, measured on 8 ranks). A
+lower limit would grow the file by more than 3 %."""
 
 
 def alignment_of(size: int) -> int:
-    """What the offset of so many bytes of data is a multiple of, in both formats."""
+    """Return the alignment of `size` bytes of data in a file, in both formats."""
     return PAGE if size >= _PAGES_FROM else _ALIGNMENT
 
 
 class Source(Protocol):
-    """Where a segment's bytes come from."""
+    """Where the bytes of a segment come from."""
 
     def copy(self, block: Block, at: int, start: int, stop: int) -> None:
-        """Put bytes [start, stop) of this source at `at` in the block; device copies may still run on return."""
+        """Copy bytes [start, stop) of this source to `at` in the block. A copy off a device may still run on return."""
 
 
 class BytesSource:
-    """Bytes that are in our hands already: headers, pickles, JSON."""
+    """Bytes that exist already: headers, pickles, JSON."""
 
     __slots__ = ("data",)
 
@@ -63,7 +63,7 @@ class HostSource:
 
 
 class DeviceSource:
-    """Memory of a GPU, as a flat uint8 tensor. The caller chooses the stream and waits for it."""
+    """Memory of a GPU, as a flat uint8 tensor. The caller sets the stream and waits for it."""
 
     __slots__ = ("flat",)
 
@@ -76,14 +76,13 @@ class DeviceSource:
 
 
 class StridedSource:
-    """A tensor whose elements do not lie in order: made contiguous a few rows at a time, so that a huge transposed
-    weight needs no second copy of itself."""
+    """A tensor that is not contiguous. A few rows at a time are made so: a large weight needs no second copy."""
 
     _ROWS_BYTES = 2**20
 
     def __init__(self, tensor: torch.Tensor) -> None:
         while tensor.shape[0] == 1:
-            tensor = tensor[0]  # or its only row would be all of it
+            tensor = tensor[0]  # otherwise its only row would be the whole tensor
         self.tensor = tensor
         self.row_bytes = tensor.nbytes // tensor.shape[0]
         self.rows = max(1, self._ROWS_BYTES // max(1, self.row_bytes))
@@ -96,7 +95,7 @@ class StridedSource:
             group = start // group_bytes
             if group != self._first:
                 rows = self.tensor[group * self.rows : (group + 1) * self.rows]
-                # A fresh tensor each time: a copy of the previous one off the device may still be running.
+                # A new tensor each time: the copy of the previous one off the device may still run.
                 self._source, self._first = source_of(rows.contiguous()), group
             inner = start - group * group_bytes
             count = min(stop - start, group_bytes - inner)
@@ -106,8 +105,8 @@ class StridedSource:
 
 
 def source_of(tensor: torch.Tensor) -> Source:
-    """The bytes of a tensor in row-major order."""
-    if tensor.is_conj() or tensor.is_neg():  # lazy views: their memory holds other values than they show
+    """Return a source of the tensor's bytes in row-major order."""
+    if tensor.is_conj() or tensor.is_neg():  # lazy views: their memory holds other values
         tensor = tensor.resolve_conj().resolve_neg()
     if not tensor.is_contiguous():
         return StridedSource(tensor)
@@ -117,24 +116,25 @@ def source_of(tensor: torch.Tensor) -> Source:
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor. Not by `reshape`: one element may have any stride, and would keep it."""
+    """Return the memory of a contiguous tensor as a flat uint8 tensor."""
+    # Not `reshape`: a tensor of one element may have any stride, and would keep it.
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 @dataclass(slots=True)
 class Segment:
-    """A range of the file and where its bytes come from."""
+    """A range of a file, and the source of its bytes."""
 
     offset: int
     length: int
     source: Source | None
-    """None where this rank does not hold them."""
+    """None if this rank does not hold the bytes."""
     crc: int = -1
     """The number of the CRC-32 that these bytes count towards; -1 for none."""
     label: str = ""
-    """The tensor's name, where the bytes are one's."""
+    """The name of the tensor that the bytes belong to, if any."""
     holders: tuple[int, ...] | None = None
-    """The ranks that hold these bytes; None for all."""
+    """The ranks that hold these bytes; None if all do."""
 
     def held_by(self, rank: int) -> bool:
         return self.holders is None or rank in self.holders
@@ -142,31 +142,31 @@ class Segment:
 
 @dataclass(slots=True)
 class Deferred:
-    """A range whose bytes follow from the CRCs of what comes before it."""
+    """A range of a file whose bytes depend on CRCs of earlier ranges."""
 
     offset: int
     length: int
     render: Callable[[list[int]], bytes]
     needs: int | None
-    """The number of the one CRC that it needs; None for all of them."""
+    """The number of the CRC that `render` needs; None if it needs all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pickled:
-    """A pickle with its storages left out."""
+    """A pickle without the contents of its storages."""
 
     data: bytes
     storages: list[Any]
-    """Storages, and tensors spread over ranks that stand for one, in the order of their keys."""
+    """Storages, and sharded tensors in place of one, in the order of their keys."""
     used: set[object]
-    """The classes and functions that loading it will look up."""
+    """The classes and functions that unpickling looks up."""
     tree: object
     """What was pickled."""
 
 
 @dataclass(slots=True)
 class FileLayout:
-    """One file of a checkpoint. Segments are in order of offset, without holes."""
+    """The layout of one file. Segments are in the order of offsets, without gaps."""
 
     name: str
     size: int
@@ -175,17 +175,17 @@ class FileLayout:
     """How many CRCs the segments count towards."""
 
     devices: frozenset[torch.device] = frozenset()
-    """GPUs that the bytes come from."""
+    """The GPUs that the bytes come from."""
 
     pickled: Pickled | None = field(default=None, repr=False)
-    """What of it is a pickle, if anything is."""
+    """The file's pickle, if it has one."""
 
-    by_all: bool = False
-    """Every rank has this layout and writes a part of it; otherwise the file is this rank's alone."""
+    is_shared: bool = False
+    """Whether all ranks have this layout and each writes a part; otherwise the file belongs to this rank alone."""
 
 
 class LayoutBuilder:
-    """Appends segments one after the other."""
+    """Builder of a layout: appends segments one after the other."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -218,7 +218,7 @@ class LayoutBuilder:
     def add_tensor(
         self, name: str, tensor: torch.Tensor, *, crc: int = -1, holders: tuple[int, ...] | None = None
     ) -> None:
-        """A tensor's bytes in row-major order. Of one that is spread over ranks, those that this rank holds."""
+        """Append a tensor's bytes in row-major order. Of a sharded tensor, only this rank's shard has a source."""
         if not is_sharded(tensor):
             tensor = tensor.detach()
             self.add_source(
@@ -238,7 +238,7 @@ class LayoutBuilder:
             )
 
     def new_crc(self) -> int:
-        """The number of a CRC that segments can count towards."""
+        """Return the number of a new CRC that segments can count towards."""
         self.crcs += 1
         return self.crcs - 1
 
@@ -251,12 +251,12 @@ class LayoutBuilder:
 
 
 def devices_of(layouts: Iterable[FileLayout]) -> set[torch.device]:
-    """The GPUs that the bytes of these files come from."""
+    """Return the GPUs that the bytes of these files come from."""
     return set[torch.device]().union(*(layout.devices for layout in layouts))
 
 
 def bytes_layout(name: str, data: bytes) -> FileLayout:
-    """A file whose content is known: JSON and the like."""
+    """Return the layout of a file with this content, such as JSON."""
     builder = LayoutBuilder(name)
     builder.add_bytes(data)
     return builder.build()

@@ -1,9 +1,9 @@
-"""`torch.save`'s file format, laid out for the streaming writer: stock `torch.load(weights_only=True)` reads it.
+"""Layouts of torch files: what `torch.save` writes and stock `torch.load(weights_only=True)` reads.
 
-A stored (never compressed) zip: `archive/data.pkl` is a pickle in which every storage is a persistent id, and
-`archive/data/<key>` are the storages' bytes, each starting at a multiple of 64, large ones with a page. torch reserves
-space and patches CRCs afterwards, or leaves them 0; we stream, so each record's CRC follows it in a data descriptor and
-is repeated in the directory at the end, and strict zip readers (`python -m zipfile -t`) agree.
+A torch file is an uncompressed zip. `archive/data.pkl` is a pickle in which every storage is a persistent id;
+`archive/data/<key>` holds a storage's bytes, from a multiple of 64 on, or from a page boundary on if it is large. torch
+patches CRCs in afterwards, or leaves them 0. Reprieve streams: each record's CRC follows it in a data descriptor and is
+repeated in the directory at the end, which strict zip readers (`python -m zipfile -t`) accept.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ _CRC_FOLLOWS = 1 << 3
 _ROOT = "archive/"
 
 ARCHIVE_COMMENT = ARCHIVE_MARK + b"data at the next multiple of 64, from 131072 bytes on of 4096"
-"""The zip's comment: a reader need not visit each local header to know where its record starts."""
+"""The zip's comment. It lets a reader compute where each record starts, without visiting the local headers."""
 
 
-def layout_torch(name: str, obj: object, *, by_all: bool = False) -> FileLayout:
-    """What `torch.save(obj, name)` would write, as a layout. Nothing of the tensors is copied.
+def layout_torch(name: str, obj: object, *, is_shared: bool = False) -> FileLayout:
+    """Lay out what `torch.save(obj, name)` would write, without copying tensors.
 
-    `by_all`: every rank writes a part of the file, so it must not depend on which GPU a rank has.
+    `is_shared`: every rank writes a part of the file, so it must not depend on which GPU a rank has.
     """
     with collection_paused():
-        pickled = pickle_without_data(name, obj, by_all=by_all)
+        pickled = pickle_without_data(name, obj, is_shared=is_shared)
         archive = _Archive(name)
         archive.add_known("data.pkl", pickled.data)
         archive.add_known("byteorder", sys.byteorder.encode())
@@ -58,20 +58,21 @@ def layout_torch(name: str, obj: object, *, by_all: bool = False) -> FileLayout:
             archive.add_storage(f"data/{key}", storage)
         archive.add_known("version", b"3\n")
         layout = archive.build(pickled)
-        layout.by_all = by_all
+        layout.is_shared = is_shared
         return layout
 
 
-def pickle_without_data(name: str, obj: object, *, by_all: bool = False) -> Pickled:
+def pickle_without_data(name: str, obj: object, *, is_shared: bool = False) -> Pickled:
+    """Pickle an object tree, with references in place of its storages."""
     out = io.BytesIO()
-    pickler = _StoragePickler(out, by_all=by_all)
+    pickler = _StoragePickler(out, is_shared=is_shared)
     try:
         pickler.dump(obj)
     except _MetaTensor as error:
         path = next((path for path, tensor in tensors_in(obj) if tensor is error.tensor), ())
         raise StateError(
-            f"{name}: {'.'.join(map(str, path))} is on the meta device and has no data to save: materialise the model "
-            "(`to_empty`, then initialise or load it) before the first save"
+            f"{name}: {'.'.join(map(str, path))} is on the meta device and has no data to save: materialize the model "
+            "(`to_empty`, then initialize or load it) before the first save"
         ) from None
     except StateError as error:
         raise StateError(f"{name}: {error}") from None
@@ -81,12 +82,14 @@ def pickle_without_data(name: str, obj: object, *, by_all: bool = False) -> Pick
 
 
 class _MetaTensor(Exception):
+    """A tensor without data was found."""
+
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
 
 class _Reference:
-    """Stands for a storage in the pickle."""
+    """The place of a storage in the pickle."""
 
     __slots__ = ("persistent_id",)
 
@@ -97,17 +100,19 @@ class _Reference:
 KINDS: dict[torch.dtype, Any] = {
     dtype: getattr(torch, name) for dtype, name in torch.storage._dtype_to_storage_type_map().items()
 }
-"""The storage class that stands for a type in the pickle; newer types have none and are written as plain bytes."""
+"""The storage class that a pickle names for a dtype. Newer dtypes have none and are written as plain bytes."""
 
 
 _ATOMS = frozenset((int, str, bool, float, type(None), bytes, tuple, list, dict, OrderedDict, torch.Tensor))
-"""What needs no second look. It is most of what there is, and the question is asked of every object."""
+"""Types that `persistent_id` need not examine. They are most of a tree, and it is called for every object."""
 
 
 class _StoragePickler(pickle.Pickler):
-    def __init__(self, out: io.BytesIO, *, by_all: bool) -> None:
+    """Pickler that collects storages and writes references to them."""
+
+    def __init__(self, out: io.BytesIO, *, is_shared: bool) -> None:
         super().__init__(out, protocol=2)
-        self._by_all = by_all
+        self._is_shared = is_shared
         self.storages: list[Any] = []
         self.used: set[object] = set()
         self._keys: dict[int, tuple[str, Any]] = {}
@@ -131,7 +136,7 @@ class _StoragePickler(pickle.Pickler):
             if obj.is_meta:
                 raise _MetaTensor(obj)
             if is_sharded(obj):
-                # As the whole tensor, for whoever loads the file; its bytes come from the ranks that hold them.
+                # As the whole tensor, since the file holds all of it; the ranks that hold its shards write the bytes.
                 return torch._utils._rebuild_tensor_v2, (
                     _Reference(self._refer_to_shards(obj)),
                     0,
@@ -141,7 +146,7 @@ class _StoragePickler(pickle.Pickler):
                     OrderedDict(),
                 )
             if _is_plain(obj):
-                # What the tensor's own __reduce_ex__ gives, five times as fast.
+                # The same as the tensor's own __reduce_ex__, five times as fast.
                 storage = obj.untyped_storage()
                 reference = self._refer(storage, KINDS[obj.dtype], storage.nbytes() // obj.element_size())
                 return torch._utils._rebuild_tensor_v2, (
@@ -157,7 +162,7 @@ class _StoragePickler(pickle.Pickler):
         return NotImplemented
 
     def _refer(self, storage: torch.UntypedStorage, kind: Any, count: int) -> tuple[str, Any, str, str, int]:
-        # Tensors that share memory share a StorageImpl, and so come back sharing it.
+        # Tensors that share memory share a StorageImpl, so they share memory again after loading.
         identity = storage._cdata
         known = self._keys.get(identity)
         if known is None:
@@ -173,17 +178,17 @@ class _StoragePickler(pickle.Pickler):
 
     def _refer_to_shards(self, tensor: Any) -> tuple[str, Any, str, str, int]:
         if tensor.dtype not in KINDS:
-            raise StateError(f"tensors of {tensor.dtype} that are spread over ranks cannot be saved")
-        # Not by its memory, of which a rank may hold none: every rank must give it the same key.
+            raise StateError(f"sharded tensors of {tensor.dtype} cannot be saved")
+        # Identified by the object, not by its memory, of which a rank may hold none: all ranks must use the same key.
         known = self._keys.setdefault(id(tensor), (str(len(self.storages)), KINDS[tensor.dtype]))
         if int(known[0]) == len(self.storages):
             self.storages.append(tensor)
         return ("storage", known[1], known[0], self._location(local_part(tensor).untyped_storage()), tensor.numel())
 
     def _location(self, storage: torch.UntypedStorage) -> str:
-        """Where `torch.load` puts it."""
+        """Return the device tag that tells `torch.load` where to put the storage."""
         tag: str = "cpu" if storage.device.type == "cpu" else torch.serialization.location_tag(storage)
-        return re.sub(r":\d+$", ":0", tag) if self._by_all else tag
+        return re.sub(r":\d+$", ":0", tag) if self._is_shared else tag
 
 
 def _row_major(shape: torch.Size) -> tuple[int, ...]:
@@ -209,7 +214,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def tensors_in(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
-    """The tensors of a tree of containers, each with its keys from the top."""
+    """Yield the tensors of a tree of containers, each with its path of keys."""
     if isinstance(tree, torch.Tensor):
         yield path, tree
     elif isinstance(tree, Mapping):
@@ -221,18 +226,20 @@ def tensors_in(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[An
 
 
 def data_offset(header_offset: int, name_length: int, size: int) -> int:
-    """Where a record's data starts: after the local header, its name, the ZIP64 sizes if large, and the padding."""
+    """Return where a record's data starts: after local header, name, ZIP64 sizes (if large) and padding."""
     end = header_offset + 30 + name_length + (20 if size >= _ZIP32_MAX else 0) + 4
     return end + -end % alignment_of(size)
 
 
 @dataclass(slots=True)
 class _Record:
+    """One file inside the zip."""
+
     name: bytes
     offset: int
     size: int
     crc: int
-    """The CRC itself, or its number where it is not known yet."""
+    """The CRC, or its number in the layout if it is not known yet."""
     known: bool
 
     @property
@@ -250,18 +257,19 @@ class _Record:
 
 
 class _Archive:
-    """Builds the zip record by record."""
+    """Builder of the zip, record by record."""
 
     def __init__(self, name: str) -> None:
         self._layout = LayoutBuilder(name)
         self._records: list[_Record] = []
 
     def add_known(self, name: str, data: bytes) -> None:
+        """Append a record whose bytes are known already."""
         self._header(_Record((_ROOT + name).encode(), self._layout.size, len(data), zlib.crc32(data), True))
         self._layout.add_bytes(data)
 
     def add_storage(self, name: str, storage: Any) -> None:
-        """A storage, or a tensor that is spread over ranks and stands for one."""
+        """Append a storage, or the whole bytes of a sharded tensor."""
         size = whole_bytes(storage) if is_sharded(storage) else storage.nbytes()
         record = _Record((_ROOT + name).encode(), self._layout.size, size, self._layout.new_crc(), False)
         self._header(record)
@@ -278,7 +286,7 @@ class _Archive:
         )
 
     def _header(self, record: _Record) -> None:
-        """The record's local header, padded so that its data starts aligned."""
+        """Append the record's local header, padded so that its data starts aligned."""
         size = min(record.size, _ZIP32_MAX)
         zip64 = struct.pack("<HHQQ", 1, 16, record.size, record.size) if record.large else b""
         start = data_offset(record.offset, len(record.name), record.size)
@@ -361,7 +369,7 @@ class _Archive:
         return self._layout.build(pickled)
 
 
-_DOS_DATE = (1 << 5) | 1  # 1980-01-01, the first day a zip can tell: the same state gives the same bytes
+_DOS_DATE = (1 << 5) | 1  # 1980-01-01, the first day of the zip format: the same state gives the same bytes
 
 
 def _storage_source(storage: torch.UntypedStorage) -> Source:

@@ -1,18 +1,20 @@
-"""Who writes which bytes: the files of a save divided among the ranks that hold them.
+"""Divides the files of a save among the ranks that hold their bytes.
 
-Every rank works out the same division from the same layout, so nothing need be said about it:
+Every rank computes the same partition from the same layouts, so ranks exchange no messages about it:
 
     runs      neighbouring bytes that the same ranks hold
-    shares    a run split among its holders by whole pages, so that all ranks write the same in the end: each page of a
-              disk has one writer, because two that write one page overwrite each other
-    pieces    a share in blocks of at most 16 MiB: the unit that is hashed, and read back
+    shares    a run, split among its holders at page boundaries so that in the end all ranks write equally much. Each
+              page has one writer: two ranks that write to the same page would overwrite each other
+    ranges    a share, cut into blocks of at most 16 MiB: the unit that is hashed and read back
 
-Where a run ends in the middle of a page, the page's owner gets the rest of its bytes from the rank that holds them
-(`edges.py`). A piece whose bytes follow from the CRCs of other ranks is late: it is written when these are known.
+Where a run ends in the middle of a page, the rank that writes the page receives the other bytes from the rank that
+holds them (`save/page_exchange.py`). A range whose bytes depend on the CRCs of other ranks is late: it is written once
+these are known.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -23,220 +25,248 @@ from reprieve.checkpoint.buffers.gc_pause import collection_paused
 from reprieve.checkpoint.format.layout import Deferred, FileLayout, Segment
 from reprieve.storage.disk import PAGE
 
-_SHARE_BYTES = 2**18
-"""Less is not worth a write of its own: at this size the disk takes longer to find its place than to write."""
-_ZIP_TAIL = 2**16 + 2**10
-"""What readers of a zip look through to find its directory: a comment may be 64 KiB long."""
+_MIN_SHARE_BYTES = 2**18
+"""The smallest share that is worth a write of its own: below this size a disk takes longer to seek than to write."""
 
 
 class WriteRange(NamedTuple):
-    """Bytes [start, stop) of a file, written by one rank and hashed as one block. `start` is a whole page."""
+    """Bytes [start, stop) of a file that one rank writes and hashes as one block. `start` is a multiple of PAGE."""
 
     start: int
     stop: int
     owner: int
     late: bool = False
+    """The bytes depend on CRCs that other ranks compute."""
 
 
 @dataclass(slots=True)
 class FileShare:
-    """One file of a save as one rank sees it."""
+    """One file of a save, with all its ranges and those that this rank writes."""
 
     layout: FileLayout
-    pieces: list[WriteRange]
-    """All of them, in order."""
+    ranges: list[WriteRange]
+    """The ranges of all ranks, in the order of the file."""
     rank: int
-    """Ours."""
-    mine: list[WriteRange] = field(init=False, repr=False)
+    """This rank."""
+    own_ranges: list[WriteRange] = field(init=False, repr=False)
+    """The ranges of this rank."""
 
     def __post_init__(self) -> None:
-        self.mine = [piece for piece in self.pieces if piece.owner == self.rank]
+        self.own_ranges = [write_range for write_range in self.ranges if write_range.owner == self.rank]
 
     @property
-    def alone(self) -> bool:
-        """Is it this rank that writes all of it?"""
-        return len(self.mine) == len(self.pieces)
+    def is_sole_writer(self) -> bool:
+        """Whether this rank writes the whole file."""
+        return len(self.own_ranges) == len(self.ranges)
 
     @property
-    def creates(self) -> bool:
-        """Is it this rank that makes the file?"""
-        return not self.layout.by_all or self.rank == 0
+    def creates_file(self) -> bool:
+        """Whether this rank creates the file."""
+        return not self.layout.is_shared or self.rank == 0
 
     @property
-    def ends(self) -> bool:
-        """Is it this rank that writes the last byte, and sets the file's size?"""
-        return self.pieces[-1].owner == self.rank if self.pieces else self.creates
+    def writes_end(self) -> bool:
+        """Whether this rank writes the last byte and sets the file's size."""
+        return self.ranges[-1].owner == self.rank if self.ranges else self.creates_file
 
 
-def whole(layout: FileLayout, rank: int = 0) -> FileShare:
-    """A file that one rank writes alone."""
+def whole_file(layout: FileLayout, rank: int = 0) -> FileShare:
+    """Return the share of a rank that writes a file alone."""
     return FileShare(layout, list(_blocks(0, layout.size, rank)), rank)
 
 
 def partition_files(layouts: Sequence[FileLayout], rank: int, world_size: int) -> list[FileShare]:
-    """The parts of a save's files. Those that every rank has come out the same on every rank."""
+    """Divide the files of a save. For files that all ranks write, the result is the same on every rank."""
     with collection_paused():
-        shares: dict[int, list[Share]] = {number: [] for number, layout in enumerate(layouts) if layout.by_all}
-        runs = [(number, run) for number in shares for run in _runs(layouts[number], world_size)]
+        shares: dict[int, list[_Share]] = {index: [] for index, layout in enumerate(layouts) if layout.is_shared}
+        runs = [(index, run) for index in shares for run in _runs(layouts[index], world_size)]
         load = [0] * world_size
-        # What only one rank can write comes first, the largest runs last: they make even what the others left uneven.
-        for number, run in sorted(runs, key=lambda item: (len(item[1].holders) > 1, item[1].stop - item[1].start)):
-            shares[number] += _split(run, load)
+        # Runs with a single holder come first. The largest of the others come last: they even out the loads.
+        for index, run in sorted(runs, key=lambda item: (len(item[1].holders) > 1, item[1].stop - item[1].start)):
+            shares[index] += _split(run, load)
         return [
-            _part(layout, sorted(shares[number]), rank) if number in shares else whole(layout, rank)
-            for number, layout in enumerate(layouts)
+            FileShare(layout, _cut(layout, _merged(shares[index])), rank)
+            if index in shares
+            else whole_file(layout, rank)
+            for index, layout in enumerate(layouts)
         ]
 
 
-def blocks_needed(parts: Sequence[FileShare]) -> int:
-    """Blocks of memory that hold all that one rank writes, but for what is late."""
+def blocks_needed(shares: Sequence[FileShare]) -> int:
+    """Count the memory blocks that hold everything that one rank writes, except late ranges."""
     count, used = 0, BLOCK_BYTES
-    for part in parts:
-        for piece in part.mine:
-            if piece.late:
+    for share in shares:
+        for write_range in share.own_ranges:
+            if write_range.late:
                 continue
-            if used + piece.stop - piece.start > BLOCK_BYTES:
+            if used + write_range.stop - write_range.start > BLOCK_BYTES:
                 count, used = count + 1, 0
-            used = _page_up(used + piece.stop - piece.start)
+            used = _page_up(used + write_range.stop - write_range.start)
     return count
-
-
-Share = tuple[int, int, int]
-"""Bytes [start, stop) of a file, and the rank that writes them."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Pages [start, stop) of a file, whose bytes these ranks hold, but for the edges."""
+    """Pages [start, stop) of a file whose bytes the same ranks hold, except at both ends."""
 
     start: int
     stop: int
     holders: Sequence[int]
 
 
-def _part(layout: FileLayout, shares: list[Share], rank: int) -> FileShare:
-    shares = _joined(shares)
-    apart = _set_apart(layout, shares)
-    pieces: list[WriteRange] = []
-    number = 0
-    for start, stop, owner in shares:
-        at = start
-        while number < len(apart) and apart[number][0] < stop:
-            first, last, late = max(apart[number][0], start), min(apart[number][1], stop), apart[number][2]
-            pieces += _blocks(at, first, owner)
-            pieces += _blocks(first, last, owner, late=late)
-            at = last
-            if apart[number][1] > stop:
-                break
-            number += 1
-        pieces += _blocks(at, stop, owner)
-    return FileShare(layout, pieces, rank)
+class _Share(NamedTuple):
+    """Bytes [start, stop) of a file that one rank writes."""
+
+    start: int
+    stop: int
+    owner: int
+
+
+class _IsolatedPages(NamedTuple):
+    """Pages [start, stop) of a file that become ranges of their own."""
+
+    start: int
+    stop: int
+    late: bool
 
 
 def _runs(layout: FileLayout, world_size: int) -> list[_Run]:
-    """Neighbouring bytes with the same holders. A little that everybody holds goes with what is before it."""
+    """Group neighbouring segments with the same holders. A few bytes that all ranks hold join the run before them."""
     starts: list[int] = []
     holders: list[tuple[int, ...] | None] = []
-    glue = 0
+    held_by_all = 0
     for segment in layout.segments:
-        its = segment.holders if isinstance(segment, Segment) else None
-        glue = glue + segment.length if its is None else 0
-        if not starts or (its != holders[-1] and (its is not None or glue >= _SHARE_BYTES)):
-            # A page that two runs share goes with the one that has more of it.
+        segment_holders = segment.holders if isinstance(segment, Segment) else None
+        held_by_all = held_by_all + segment.length if segment_holders is None else 0
+        differs = not holders or segment_holders != holders[-1]
+        if not starts or (differs and (segment_holders is not None or held_by_all >= _MIN_SHARE_BYTES)):
+            # A page that two runs share joins the run that has more of it.
             starts.append(min((segment.offset + PAGE // 2) // PAGE * PAGE, layout.size))
-            holders.append(its)
+            holders.append(segment_holders)
     return [
-        _Run(start, stop, range(world_size) if its is None else its)
-        for (start, stop), its in zip(pairwise([*starts, layout.size]), holders, strict=True)
+        _Run(start, stop, range(world_size) if run_holders is None else run_holders)
+        for (start, stop), run_holders in zip(pairwise([*starts, layout.size]), holders, strict=True)
         if start < stop
     ]
 
 
-def _split(run: _Run, load: list[int]) -> list[Share]:
-    """Parts in whole pages for those of the holders that have least to write so far: then they have the same."""
-    size = run.stop - run.start
-    chosen = sorted(run.holders, key=lambda rank: (load[rank], rank)) if len(run.holders) > 1 else run.holders
-    count, in_all = 1, size + load[chosen[0]]
-    while count < len(chosen):
-        its = load[chosen[count]]
-        if (in_all + its) // (count + 1) - its < _SHARE_BYTES:
-            break
-        count, in_all = count + 1, in_all + its
+def _split(run: _Run, load: list[int]) -> list[_Share]:
+    """Split a run by whole pages, so that its writers end up with equal loads. Adds to `load`, in bytes per rank."""
+    writers = _writers(run, load)
+    total = run.stop - run.start + sum(load[rank] for rank in writers)
     shares = []
-    at, due = run.start, 0
-    for number, rank in enumerate(sorted(chosen[:count]), 1):
-        due += in_all - count * load[rank]  # times count: whole numbers are the same on every machine
-        stop = run.start + due // (count * PAGE) * PAGE if number < count else run.stop
-        shares.append((at, stop, rank))
-        load[rank] += stop - at
-        at = stop
+    start, scaled_stop = run.start, 0
+    for number, rank in enumerate(writers, 1):
+        # Scaled by the number of writers: integers are the same on every machine.
+        scaled_stop += total - len(writers) * load[rank]
+        stop = run.start + scaled_stop // (len(writers) * PAGE) * PAGE if number < len(writers) else run.stop
+        shares.append(_Share(start, stop, rank))
+        load[rank] += stop - start
+        start = stop
     return shares
 
 
-def _joined(shares: list[Share]) -> list[Share]:
-    out: list[Share] = []
-    for start, stop, owner in shares:
-        if out and out[-1][2] == owner:
-            out[-1] = (out[-1][0], stop, owner)
+def _writers(run: _Run, load: Sequence[int]) -> list[int]:
+    """Choose the holders with the smallest loads, as many as get at least `_MIN_SHARE_BYTES` each."""
+    by_load = sorted(run.holders, key=lambda rank: (load[rank], rank))
+    writers = by_load[:1]
+    total = run.stop - run.start + load[by_load[0]]
+    for rank in by_load[1:]:
+        if (total + load[rank]) // (len(writers) + 1) - load[rank] < _MIN_SHARE_BYTES:
+            break
+        writers.append(rank)
+        total += load[rank]
+    return sorted(writers)
+
+
+def _merged(shares: list[_Share]) -> list[_Share]:
+    """Sort the shares of a file and merge neighbours with the same owner."""
+    merged: list[_Share] = []
+    for share in sorted(shares):
+        if merged and merged[-1].owner == share.owner:
+            merged[-1] = merged[-1]._replace(stop=share.stop)
         else:
-            out.append((start, stop, owner))
-    return out
+            merged.append(share)
+    return merged
 
 
-def _foreign_crcs(layout: FileLayout, shares: list[Share]) -> set[int]:
-    """CRCs that no rank can work out alone: several write the record, or another one writes what follows it."""
+def _cut(layout: FileLayout, shares: list[_Share]) -> list[WriteRange]:
+    """Cut the shares of a file into ranges, around isolated pages and at every 16 MiB."""
+    isolated = _isolated_pages(layout, shares)
+    ranges: list[WriteRange] = []
+    for share in shares:
+        end = share.start
+        for pages in _overlapping(isolated, share):
+            start, stop = max(pages.start, share.start), min(pages.stop, share.stop)
+            ranges += _blocks(end, start, share.owner)
+            ranges += _blocks(start, stop, share.owner, late=pages.late)
+            end = stop
+        ranges += _blocks(end, share.stop, share.owner)
+    return ranges
+
+
+def _overlapping(isolated: Sequence[_IsolatedPages], share: _Share) -> Iterator[_IsolatedPages]:
+    index = bisect_right(isolated, share.start, key=lambda pages: pages.stop)
+    while index < len(isolated) and isolated[index].start < share.stop:
+        yield isolated[index]
+        index += 1
+
+
+def _isolated_pages(layout: FileLayout, shares: list[_Share]) -> list[_IsolatedPages]:
+    """Find the pages that become ranges of their own, in the order of the file.
+
+    Pages are late, and isolated, if their bytes depend on the CRCs of other ranks. In a file of shards, pages that
+    several ranks read at a restore are isolated too: the page where one shard ends and the next begins, and what lies
+    between tensors (headers, an optimizer's counters). Otherwise a rank would read a neighbour's whole shard for them.
+    """
+    isolated: list[_IsolatedPages] = []
+    has_several_writers = len(shares) > 1
+    foreign_crcs = _foreign_crcs(layout, shares) if has_several_writers else set()
+    is_sharded = any(isinstance(segment, Segment) and segment.holders is not None for segment in layout.segments)
+    for segment in layout.segments:
+        start, stop = segment.offset, segment.offset + segment.length
+        if isinstance(segment, Deferred):
+            late = has_several_writers and (segment.needs is None or segment.needs in foreign_crcs)
+            if late or is_sharded:
+                _isolate(isolated, start, stop, late=late)
+        elif is_sharded and segment.holders is None and segment.length < _MIN_SHARE_BYTES:
+            _isolate(isolated, start, stop)
+        elif is_sharded and start % PAGE:
+            _isolate(isolated, start, start + 1)
+    return isolated
+
+
+def _foreign_crcs(layout: FileLayout, shares: list[_Share]) -> set[int]:
+    """Find the CRCs that no rank can compute alone, because several ranks write the record or what follows it."""
     foreign: set[int] = set()
     writers: dict[int, int] = {}
-    number = 0
+    index = 0
     for segment in layout.segments:
-        while shares[number][1] <= segment.offset:
-            number += 1
-        _, stop, owner = shares[number]
+        while shares[index].stop <= segment.offset:
+            index += 1
+        share = shares[index]
         crc = segment.crc if isinstance(segment, Segment) else segment.needs
-        if crc is not None and (segment.offset + segment.length > stop or writers.setdefault(crc, owner) != owner):
+        if crc is None:
+            continue
+        if segment.offset + segment.length > share.stop or writers.setdefault(crc, share.owner) != share.owner:
             foreign.add(crc)
     return foreign
 
 
-def _set_apart(layout: FileLayout, shares: list[Share]) -> list[tuple[int, int, bool]]:
-    """Pages that become pieces of their own, in order, and whether they are late.
-
-    They are those whose bytes wait for the CRCs of other ranks. And, where a file is made of shards, what several ranks
-    need when they read it back: the page where one shard ends and the next begins, and what is between tensors
-    (headers, an optimizer's counters). Nobody should have to read the whole shard of a neighbour for it.
-    """
-    apart: list[tuple[int, int, bool]] = []
-    several = len(shares) > 1
-    foreign = _foreign_crcs(layout, shares) if several else set()
-    spread = any(isinstance(segment, Segment) and segment.holders is not None for segment in layout.segments)
-    for segment in layout.segments:
-        start, stop = segment.offset, segment.offset + segment.length
-        if isinstance(segment, Deferred):
-            late = several and (segment.needs is None or segment.needs in foreign)
-            if late or spread:
-                _mark(apart, start, stop, late=late)
-        elif spread and segment.holders is None and segment.length < _SHARE_BYTES:
-            _mark(apart, start, stop)
-        elif spread and start % PAGE:
-            _mark(apart, start, start + 1)
-    return apart
-
-
-def _mark(apart: list[tuple[int, int, bool]], start: int, stop: int, *, late: bool = False) -> None:
+def _isolate(isolated: list[_IsolatedPages], start: int, stop: int, *, late: bool = False) -> None:
+    """Add the pages of bytes [start, stop), which lie behind those before. A page is late if any byte in it is."""
     first, last = start // PAGE * PAGE, _page_up(stop)
-    if apart and first < apart[-1][1]:  # they meet in a page: it is late if one of them is
-        start, stop, was_late = apart[-1]
-        if late == was_late:
-            first, last = start, max(last, stop)
-            apart.pop()
-        elif was_late:
-            first = stop
-        else:
-            apart.pop()
-            if start < first:
-                apart.append((start, first, False))
+    if isolated and first < isolated[-1].stop:  # both have bytes in the same page
+        previous = isolated.pop()
+        if late == previous.late:
+            first, last = previous.start, max(last, previous.stop)
+        elif previous.late:
+            isolated.append(previous)
+            first = previous.stop
+        elif previous.start < first:
+            isolated.append(previous._replace(stop=first))
     if first < last:
-        apart.append((first, last, late))
+        isolated.append(_IsolatedPages(first, last, late))
 
 
 def _blocks(start: int, stop: int, owner: int, *, late: bool = False) -> Iterator[WriteRange]:

@@ -1,9 +1,9 @@
-"""Files become bytes in memory again, verified block by block while they are read: one pass, nothing trusted unread.
+"""Reads files of a checkpoint into memory in one pass, and verifies every block on the way.
 
-A restore first asks for the parts that say what is where (headers, directories, pickles: `CheckpointFile.read`), then
-adds targets (ranges of the file and where they go) and lets `Reader.run` stream the blocks of every file once:
-read → XXH3 against the manifest → scatter to the targets. Blocks without a target are verified all the same, unless
-the file is read by ranks that each need only a part of it. Neighbouring small blocks are read as one span.
+A restore first reads the parts that describe the others (headers, directories, pickles) with `CheckpointFile.read`.
+Then it adds targets (ranges of the file and where they go), and `Reader.run` streams the blocks of every file once:
+read → XXH3 against the manifest → scatter to the targets. Blocks without a target are verified too, unless several
+ranks read the file and each needs only a part of it. Neighbouring small blocks are read as one span.
 """
 
 from __future__ import annotations
@@ -31,38 +31,38 @@ _STRIDE = 2**19
 
 
 class Cache(Enum):
-    """What the page cache is to a reader. What is in it is what the file holds, and not what the medium does."""
+    """How a reader uses the page cache. Bytes from it do not prove that the medium holds the same."""
 
-    AVOID = "read the medium"
-    USE = "take what is there, read the rest from the medium"
-    FILL = "read through it, so that the next one finds it there"
+    AVOID = "read from the medium"
+    USE = "read what it holds, and the rest from the medium"
+    FILL = "read through it, so that the next reader finds the bytes there"
 
 
 class Destination(Protocol):
-    """Where bytes go."""
+    """Where restored bytes go."""
 
     asynchronous: bool
-    """`put` only starts the copy: better a whole block at once, before the block is hashed."""
+    """Whether `put` only starts the copy. Then a whole block is put at once, before it is hashed."""
 
     def put(self, block: Block, at: int, start: int, stop: int) -> None:
-        """Take bytes [start, stop) of this sink from `at` in the block."""
+        """Copy bytes [start, stop) of this destination from `at` in the block."""
 
     def finish(self) -> None:
-        """All that was put has arrived; the block may be used again."""
+        """Wait until all copies have arrived and the block may be used again."""
 
 
 @dataclass(slots=True)
 class Target:
-    """Bytes [offset, offset + length) of a file, and where they go."""
+    """Bytes [offset, offset + length) of a file, and their destination."""
 
     offset: int
     length: int
-    sink: Destination
+    destination: Destination
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Blocks [first, last) of a file, read at once."""
+    """Blocks [first, last) of a file, which are read at once."""
 
     file: CheckpointFile
     first: int
@@ -78,45 +78,45 @@ class Span:
 
 
 class CooperativeRead(Protocol):
-    """Ranks that each read a part of the same spans and give each other the rest."""
+    """Ranks that each read a part of the same spans and exchange them."""
 
     def read(self, spans: Sequence[Span], *, progress: Callable[[int], None] | None) -> None:
-        """Load, exchange and deliver them. Called with the same spans on every rank."""
+        """Load, exchange and deliver the spans, which are the same on every rank."""
 
 
 class CheckpointFile:
-    """One file of a checkpoint, open for reading. Without an entry (a foreign file) there is nothing to verify."""
+    """A file of a checkpoint, open for reading. A file without an entry (of a foreign checkpoint) is not verified."""
 
     def __init__(self, reader: Reader, folder: Path, name: str, entry: FileEntry | None) -> None:
         self.name = name
         self.targets: list[Target] = []
         self._reach: list[int] = []
         self.only_targets = False
-        """Blocks without a target are somebody else's to read and to verify."""
+        """Whether to skip blocks without a target, because other ranks read and verify them."""
         self.shared = False
-        """Every rank needs all of it: each reads a part, and gets the rest from the others."""
+        """Whether every rank needs the whole file: each reads a part and receives the rest from the others."""
         self._reader = reader
         self._folder = folder
         self._entry = entry
         self._file = open_for_reading(folder / name, buffered=reader.cache is Cache.FILL)
         self._cached = open_for_reading(folder / name, buffered=True) if reader.cache is Cache.USE else None
         self._warm = self._cached is not None
-        """Perhaps: until a look into the page cache has found nothing."""
+        """Whether the page cache may hold the file: true until a read from the cache fails."""
         self.size = os.fstat(self._file.fd).st_size
         if entry is not None and self.size != entry.bytes:
             self.close()
             raise self.bad(f"has {self.size:,} bytes, the manifest says {entry.bytes:,}")
-        whole = entry if entry is not None else FileEntry(self.size, "", ())
-        self.edges = whole.edges(reader.block_bytes)
-        """Where the blocks start, and where the last one ends."""
+        self.edges = (entry or FileEntry(self.size, "", ())).edges(reader.block_bytes)
+        """Where the blocks start, and where the last block ends."""
 
-    def bad(self, what: str) -> InvalidCheckpoint:
-        return InvalidCheckpoint(f"{self.name} {what}", path=self._folder)
+    def bad(self, problem: str) -> InvalidCheckpoint:
+        """Return the error to raise for a problem with this file."""
+        return InvalidCheckpoint(f"{self.name} {problem}", path=self._folder)
 
     def read(self, start: int, stop: int) -> bytes:
-        """Verified bytes, for the parts that say what is where."""
+        """Return verified bytes, for the parts that describe the rest of the file."""
         if not 0 <= start <= stop <= self.size:
-            raise self.bad(f"points to bytes {start} to {stop}, and ends at {self.size}")
+            raise self.bad(f"points to bytes {start} to {stop}, but ends at {self.size}")
         if self._entry is None:
             with self._file.path.open("rb", buffering=0) as plain:
                 return os.pread(plain.fileno(), stop - start, start)
@@ -130,16 +130,16 @@ class CheckpointFile:
         return bytes(out)
 
     def load(self, span: Span, block: Block) -> None:
-        """Blocks from the disk. Not verified yet."""
+        """Read a span into a block of memory, without verifying it."""
         start, length = span.start, span.length
         if self._warm and self._cached is not None:
             if read_from_cache(self._cached, block.view[:length], start):
                 self._reader.from_medium = False
                 return
             self._warm = False
-        wanted = -(-length // PAGE) * PAGE if self._file.direct else length
+        read_length = -(-length // PAGE) * PAGE if self._file.direct else length
         try:
-            done = read_into(self._file, block.view[:wanted], start)
+            done = read_into(self._file, block.view[:read_length], start)
         except OSError as error:
             if error.errno not in DAMAGE:
                 raise
@@ -148,7 +148,7 @@ class CheckpointFile:
             raise self.bad(f"ends at byte {start + done:,} while being read; {self.size:,} expected")
 
     def deliver(self, span: Span, block: Block, *, verified: bool = False) -> None:
-        """Check the blocks and hand their bytes to the targets, a stride at a time while it is in the cache."""
+        """Verify the blocks and copy their bytes to the targets, in strides that stay in the CPU's cache."""
         base = span.start
         started: list[Destination] = []
         try:
@@ -162,38 +162,41 @@ class CheckpointFile:
                     self._put(block, base, start, stop)
                 if digest is not None:
                     self.check(index, digest.hexdigest())
-        finally:  # also of a bad block: it will be used again, and must not be read by a device then
-            for sink in started:
-                sink.finish()
+        finally:  # also if a block is damaged: its memory is used again, and no device may still read from it
+            for destination in started:
+                destination.finish()
 
     def _put(self, block: Block, base: int, start: int, stop: int, started: list[Destination] | None = None) -> None:
-        """Hand bytes [start, stop) of the file to the targets; with `started` to the asynchronous ones, which are added
-        to it, without to the others."""
+        """Copy bytes [start, stop) of the file to the synchronous targets; with `started`, to the asynchronous ones.
+
+        Adds the asynchronous destinations to `started`.
+        """
         for target in islice(self.targets, bisect_right(self._reach, start), None):
             if target.offset >= stop:
                 return
             first, last = max(start, target.offset), min(stop, target.offset + target.length)
-            if first < last and target.sink.asynchronous == (started is not None):
+            if first < last and target.destination.asynchronous == (started is not None):
                 if started is not None:
-                    started.append(target.sink)
-                target.sink.put(block, first - base, first - target.offset, last - target.offset)
+                    started.append(target.destination)
+                target.destination.put(block, first - base, first - target.offset, last - target.offset)
 
     def sort_targets(self) -> None:
-        """Before the first `deliver`."""
+        """Prepare for the first `deliver`."""
         self.targets.sort(key=lambda target: target.offset)
-        # Where the furthest of all targets up to this one ends: targets may overlap, and a long one lie before many.
+        # The furthest end of all targets up to each one: targets may overlap, and a long one may precede many short.
         self._reach = list(accumulate((target.offset + target.length for target in self.targets), max))
 
     def check(self, index: int, digest: str) -> None:
+        """Raise InvalidCheckpoint unless the block has this checksum."""
         if self._entry is not None and digest != self._entry.blocks[index]:
             start, end = self.edges[index : index + 2]
             raise self.bad(f"is damaged: block {index} (bytes {start:,} to {end:,}) does not match its checksum")
 
     def spans(self, without: Collection[int] = ()) -> Iterator[Span]:
-        """The blocks that have to be read, neighbours together as far as they fit into a block of memory."""
+        """Yield the blocks to read, as spans of neighbours that fit into a block of memory."""
         first: int | None = None
         last = 0
-        for index in self._wanted():
+        for index in self._needed():
             if index in without:
                 continue
             if first is not None and (index != last or self.edges[index + 1] - self.edges[first] > BLOCK_BYTES):
@@ -205,7 +208,7 @@ class CheckpointFile:
         if first is not None:
             yield Span(self, first, last)
 
-    def _wanted(self) -> list[int] | range:
+    def _needed(self) -> list[int] | range:
         if not self.only_targets:
             return range(len(self.edges) - 1)
         return sorted(
@@ -221,13 +224,13 @@ class CheckpointFile:
     def close(self) -> None:
         file, self._file = self._file, OpenFile(self._file.path, -1, False)
         cached, self._cached = self._cached, None
-        for one in (file, cached):
-            if one is not None and one.fd >= 0:
-                os.close(one.fd)
+        for open_file in (file, cached):
+            if open_file is not None and open_file.fd >= 0:
+                os.close(open_file.fd)
 
 
 class Reader:
-    """Reads the files of one checkpoint through a pool of blocks."""
+    """Reader of the files of one checkpoint, through a pool of blocks."""
 
     def __init__(
         self, folder: Path, pool: BlockPool, *, block_bytes: int = BLOCK_BYTES, cache: Cache = Cache.AVOID
@@ -239,7 +242,7 @@ class Reader:
         self.pool = pool
         self.cache = cache
         self.from_medium = cache is not Cache.FILL
-        """Did every byte so far come from there, and not from memory?"""
+        """Whether every byte so far came from the medium, and not from the page cache."""
         self.block_bytes = block_bytes
         self._folder = folder
         self._files: dict[str, CheckpointFile] = {}
@@ -256,6 +259,7 @@ class Reader:
             file.close()
 
     def open(self, name: str, entry: FileEntry | None) -> CheckpointFile:
+        """Open a file, or return it if it is open already."""
         if name not in self._files:
             try:
                 self._files[name] = CheckpointFile(self, self._folder, name, entry)
@@ -268,11 +272,11 @@ class Reader:
         return self._files[name]
 
     def files(self) -> list[CheckpointFile]:
-        """All that were opened."""
+        """Return all opened files."""
         return list(self._files.values())
 
     def metadata_block(self, file: CheckpointFile, index: int) -> tuple[Block, bool]:
-        """A verified block, and whether it is kept for `run`, which then need not read it again."""
+        """Return a verified block, and whether it is kept so that `run` need not read it again."""
         kept = self._kept.get((file.name, index))
         if kept is not None:
             return kept, True
@@ -285,21 +289,21 @@ class Reader:
         except BaseException:
             self.pool.give(block)
             raise
-        # Never so many that `run` would have none to work with.
+        # At most half of the blocks: `run` needs some to work with.
         if keep := len(self._kept) < min(RING_BLOCKS, self.pool.limit) // 2:
             self._kept[(file.name, index)] = block
         return block, keep
 
     def run(self, *, together: CooperativeRead | None = None, progress: Callable[[int], None] | None = None) -> None:
-        """Read every opened file. Raises the first InvalidCheckpoint; targets may then hold anything.
+        """Read every opened file. Raise the first InvalidCheckpoint; the targets' contents are then undefined.
 
-        Files that are marked as shared are read together with the other ranks.
+        With `together`, shared files are read together with other ranks.
         """
         files = sorted(self._files.values(), key=lambda file: (-file.size, file.name))
         for file in files:
             file.sort_targets()
         if together is not None:
-            # First: a rank that has found a bad block elsewhere would leave the others waiting here.
+            # Shared files first: a rank that finds a damaged block in another file would not come to the collectives.
             shared = [file for file in files if file.shared]
             for file in shared:
                 for index in [index for name, index in self._kept if name == file.name]:
@@ -311,7 +315,7 @@ class Reader:
     def _run_alone(self, files: Sequence[CheckpointFile], progress: Callable[[int], None] | None) -> None:
         failed = threading.Event()
 
-        def one(span: Span, block: Block | None = None) -> None:
+        def read_span(span: Span, block: Block | None = None) -> None:
             verified = block is not None
             try:
                 if failed.is_set():
@@ -330,15 +334,18 @@ class Reader:
                 if block is not None:
                     self.pool.give(block)
 
-        # Kept blocks first: that frees them for the others.
+        # Kept blocks first: that returns them to the pool.
         kept, self._kept = self._kept, {}
-        work = [partial(one, Span(self._files[name], index, index + 1), block) for (name, index), block in kept.items()]
+        work = [
+            partial(read_span, Span(self._files[name], index, index + 1), block)
+            for (name, index), block in kept.items()
+        ]
         for file in files:
             without = {index for name, index in kept if name == file.name}
-            work += [partial(one, span) for span in file.spans(without)]
+            work += [partial(read_span, span) for span in file.spans(without)]
         threads = ThreadPool(READERS, "reprieve-read")
         try:
-            for done in [threads.submit(item) for item in work]:
-                done.result()
+            for future in [threads.submit(item) for item in work]:
+                future.result()
         finally:
             threads.join()

@@ -1,14 +1,14 @@
-"""Layouts become files: bytes into blocks, checksums on the way, blocks to the disk, everything flushed.
+"""Writes file layouts to disk: bytes into blocks, checksums on the way, blocks to the disk, everything flushed.
 
     fill     source → block          the only part that touches the training state
     seal     bytes from other ranks, CRCs, deferred bytes, XXH3
     write    block → disk            a few threads; the interpreter lock is released in all three
 
-A blocking save fills and seals half a megabyte at a time, while it is in the cache, and passes through a ring of
+A blocking save fills and seals half a megabyte at a time, while it is in the CPU's cache, and passes through a ring of
 blocks. A background save fills all blocks first (that is the pause that training sees) and seals and writes later.
 
-A rank among several writes its pieces of each file (`division.py`). Late pieces wait in memory for the CRCs of the
-others: `write` gives what this rank knows of them, `complete` takes what all ranks know.
+In a job of several ranks, each rank writes its ranges of each file (`partition.py`). Late ranges wait in memory for the
+CRCs of other ranks: `write` returns what this rank knows of the CRCs, `complete` takes what all ranks know.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from reprieve.checkpoint.buffers.thread_pool import ThreadPool
 from reprieve.checkpoint.format.checksum import BlockHash, combined_crc, crc32
 from reprieve.checkpoint.format.layout import Deferred, FileLayout, Segment, devices_of
 from reprieve.checkpoint.format.manifest import FileEntry
-from reprieve.checkpoint.io.partition import FileShare, WriteRange, whole
+from reprieve.checkpoint.io.partition import FileShare, WriteRange, whole_file
 from reprieve.storage.disk import PAGE, Disk, OpenFile
 
 WRITERS = 4
@@ -37,95 +37,101 @@ _STRIDE = 2**19
 """Bytes that are copied and then hashed while still in the second-level cache: 4.4 GB/s against 2.6 by whole blocks."""
 
 Crcs = dict[int, list[tuple[int, int, int]]]
-"""By number: stretches of a record as (offset in the file, length, CRC-32)."""
+"""For each CRC, by number: parts of its record as (offset in the file, length, CRC-32 of the part)."""
 
 Received = Mapping[str, Sequence[tuple[int, bytes]]]
-"""By file: bytes that other ranks gave, and where they go, in order."""
+"""For each file: bytes from other ranks as (offset in the file, bytes), in order."""
 
 
 @dataclass(slots=True, eq=False)
 class _BlockBatch:
-    """A block and the pieces in it, on their way to the disk."""
+    """A block with the ranges in it, which go to the disk together."""
 
     block: Block
-    slots: list[_Placement] = field(default_factory=list)
+    placements: list[_Placement] = field(default_factory=list)
     used: int = 0
 
-    def place(self, file: _File, piece: WriteRange) -> _Placement | None:
-        """A place for the piece at the next page; None if it does not fit."""
-        if self.used + piece.stop - piece.start > BLOCK_BYTES:
+    def place(self, file: _File, write_range: WriteRange) -> _Placement | None:
+        """Place a range at the next page of the block; return None if it does not fit."""
+        if self.used + write_range.stop - write_range.start > BLOCK_BYTES:
             return None
-        slot = _Placement(file, piece, self, self.used)
-        self.slots.append(slot)
-        self.used = -(-(self.used + piece.stop - piece.start) // PAGE) * PAGE
-        return slot
+        placement = _Placement(file, write_range, self, self.used)
+        self.placements.append(placement)
+        self.used = _page_up(self.used + write_range.stop - write_range.start)
+        return placement
 
 
 @dataclass(slots=True, eq=False)
 class _Placement:
-    """Where a piece of a file is in a block."""
+    """The place of a file's range in a block."""
 
     file: _File
-    piece: WriteRange
-    load: _BlockBatch
-    at: int
+    range: WriteRange
+    batch: _BlockBatch
+    offset: int
+    """Where the range starts in the block."""
+
+    def at(self, position: int) -> int:
+        """Convert a position in the file to one in the block."""
+        return self.offset + position - self.range.start
+
+    def view(self, start: int, stop: int) -> memoryview:
+        """Return the block's memory for bytes [start, stop) of the file."""
+        return self.batch.block.view[self.at(start) : self.at(stop)]
 
 
 class _File:
-    """One file on its way to the disk."""
+    """A file that is being written."""
 
-    def __init__(self, part: FileShare) -> None:
-        self.part = part
-        self.layout = part.layout
+    def __init__(self, share: FileShare) -> None:
+        self.share = share
+        self.layout = share.layout
         self.file: OpenFile | None = None
         self.digests: dict[int, str] = {}
-        """By the start of the piece."""
-        self.stretches: Crcs = {}
-        """What this rank knows of each CRC, in a file that several write."""
+        """The digest of each range, by its start."""
+        self.crc_parts: Crcs = {}
+        """What this rank knows of each CRC, in a file that several ranks write."""
         self.received: Sequence[tuple[int, bytes]] = ()
-        self._alone = part.alone
+        self._is_sole_writer = share.is_sole_writer
         self._crcs = [0] * self.layout.crcs
         self._offsets = [segment.offset for segment in self.layout.segments]
         self._rendered: tuple[int, bytes] = (-1, b"")
 
-    def fill(self, slot: _Placement, start: int, stop: int) -> None:
-        """Bytes [start, stop) of the file, as far as this rank has them in its memory."""
-        rank, shift = self.part.rank, slot.at - slot.piece.start
+    def fill(self, placement: _Placement, start: int, stop: int) -> None:
+        """Copy bytes [start, stop) of the file into the block, as far as this rank holds them."""
+        rank, block = self.share.rank, placement.batch.block
         for segment, first, last in self._overlapping(start, stop):
             if isinstance(segment, Segment) and (segment.holders is None or rank in segment.holders):
                 assert segment.source is not None
-                segment.source.copy(slot.load.block, segment.offset + first + shift, first, last)
+                segment.source.copy(block, placement.at(segment.offset + first), first, last)
 
-    def seal(self, slot: _Placement, start: int, stop: int, digest: BlockHash | None) -> None:
-        """The rest of these bytes, and their checksums. Called in the order of the file."""
-        view, shift = slot.load.block.view, slot.at - slot.piece.start
+    def seal(self, placement: _Placement, start: int, stop: int) -> None:
+        """Add received and deferred bytes, and compute CRCs. Called in the order of the file."""
         for segment, first, last in self._overlapping(start, stop):
-            at = segment.offset + first
+            view = placement.view(segment.offset + first, segment.offset + last)
             if isinstance(segment, Deferred):
-                if not slot.piece.late:
-                    view[at + shift : at + shift + last - first] = self._render(segment)[first:last]
+                if not placement.range.late:
+                    view[:] = self._render(segment)[first:last]
                 continue
-            if segment.holders is not None and not segment.held_by(self.part.rank):
-                self._put_received(view, shift, at, segment.offset + last)
+            if segment.holders is not None and not segment.held_by(self.share.rank):
+                self._put_received(view, segment.offset + first)
             if segment.crc >= 0:
-                self._add_to_crc(segment.crc, at, view[at + shift : at + shift + last - first])
-        if digest is not None:
-            digest.update(view[start + shift : stop + shift])
+                self._add_to_crc(segment.crc, segment.offset + first, view)
 
-    def seal_late(self, slot: _Placement) -> None:
-        view, shift = slot.load.block.view, slot.at - slot.piece.start
-        for segment, first, last in self._overlapping(slot.piece.start, slot.piece.stop):
+    def seal_late(self, placement: _Placement) -> None:
+        """Add the deferred bytes of a late range, once `learn` has all CRCs."""
+        for segment, first, last in self._overlapping(placement.range.start, placement.range.stop):
             if isinstance(segment, Deferred):
-                at = segment.offset + first + shift
-                view[at : at + last - first] = self._render(segment)[first:last]
+                view = placement.view(segment.offset + first, segment.offset + last)
+                view[:] = self._render(segment)[first:last]
 
-    def learn(self, stretches: Crcs) -> None:
-        """What all ranks know of the CRCs."""
-        for number, known in stretches.items():
-            self._crcs[number] = combined_crc(known)
+    def learn(self, crc_parts: Crcs) -> None:
+        """Take what all ranks know of the CRCs."""
+        for number, parts in crc_parts.items():
+            self._crcs[number] = combined_crc(parts)
 
     def _overlapping(self, start: int, stop: int) -> Iterator[tuple[Segment | Deferred, int, int]]:
-        """Segments that overlap [start, stop), each with the range of its own bytes that does."""
+        """Yield the segments that overlap [start, stop), each with the range of its own bytes that does."""
         number = max(0, bisect_right(self._offsets, start) - 1)
         while number < len(self._offsets) and (segment := self.layout.segments[number]).offset < stop:
             first, last = max(0, start - segment.offset), min(stop - segment.offset, segment.length)
@@ -133,26 +139,30 @@ class _File:
                 yield segment, first, last
             number += 1
 
-    def _put_received(self, view: memoryview, shift: int, start: int, stop: int) -> None:
-        number = max(0, bisect_right(self.received, start, key=lambda given: given[0]) - 1)
-        while number < len(self.received) and (given := self.received[number])[0] < stop:
-            first, last = max(start, given[0]), min(stop, given[0] + len(given[1]))
+    def _put_received(self, view: memoryview, start: int) -> None:
+        """Fill `view`, the file's bytes from `start` on, with bytes from other ranks."""
+        begin, stop = start, start + len(view)
+        number = max(0, bisect_right(self.received, start, key=lambda item: item[0]) - 1)
+        while number < len(self.received) and self.received[number][0] < stop:
+            offset, data = self.received[number]
+            first, last = max(start, offset), min(stop, offset + len(data))
             if first < last:
-                assert first == start, f"{self.layout.name}: nobody gave bytes {start} to {first}"
-                view[first + shift : last + shift] = given[1][first - given[0] : last - given[0]]
+                assert first == start, f"{self.layout.name}: no rank sent bytes {start} to {first}"
+                view[first - begin : last - begin] = data[first - offset : last - offset]
                 start = last
             number += 1
-        assert start == stop, f"{self.layout.name}: nobody gave bytes {start} to {stop}"
+        assert start == stop, f"{self.layout.name}: no rank sent bytes {start} to {stop}"
 
-    def _add_to_crc(self, number: int, at: int, data: memoryview) -> None:
-        if self._alone:
+    def _add_to_crc(self, number: int, start: int, data: memoryview) -> None:
+        if self._is_sole_writer:
             self._crcs[number] = crc32(data, self._crcs[number])
             return
-        known = self.stretches.setdefault(number, [])
-        offset, length, crc = known.pop() if known and known[-1][0] + known[-1][1] == at else (at, 0, 0)
-        # The whole record's, unless others write parts of it: then what follows from it is late, and waits for `learn`.
+        parts = self.crc_parts.setdefault(number, [])
+        offset, length, crc = parts.pop() if parts and parts[-1][0] + parts[-1][1] == start else (start, 0, 0)
+        # This is the CRC of the whole record, unless other ranks write parts of it. In that case everything that
+        # depends on it is late and waits for `learn`.
         self._crcs[number] = crc32(data, crc)
-        known.append((offset, length + len(data), self._crcs[number]))
+        parts.append((offset, length + len(data), self._crcs[number]))
 
     def _render(self, segment: Deferred) -> bytes:
         if self._rendered[0] != segment.offset:
@@ -161,9 +171,11 @@ class _File:
 
 
 class Writer:
-    """Writes the files of one save into a folder.
+    """Writer of the files of one save into a folder.
 
-    `stage()` is for the thread that owns the training state; what follows it may be called from another one.
+    A rank that writes alone calls `write_through`. One of several ranks calls `create`, `write` and `complete`, with an
+    agreement of all ranks after each. `stage` comes before them in a background save: it runs on the thread that owns
+    the training state, and the others may run on another one.
     """
 
     def __init__(
@@ -178,38 +190,27 @@ class Writer:
         self._disk = disk
         self._pool = pool
         self._folder = folder
-        self._files = [_File(file if isinstance(file, FileShare) else whole(file)) for file in files]
+        self._files = [_File(file if isinstance(file, FileShare) else whole_file(file)) for file in files]
         self._progress = progress
         self._failed = threading.Event()
         self._threads = ThreadPool(WRITERS, "reprieve-write")
         self._writes: list[Future[None]] = []
         self._staged: list[_Placement] | None = None
-        self._loads: list[_BlockBatch] = []
-        """Those with a block of the pool that is not on its way to the disk yet."""
-        self._late: list[_BlockBatch] = []
-
-    # One rank alone
+        self._batches: list[_BlockBatch] = []
+        """Batches in blocks of the pool that are not on their way to the disk yet."""
+        self._late_batches: list[_BlockBatch] = []
 
     def write_through(self) -> dict[str, FileEntry]:
-        """Everything, through a ring of blocks; durable on return."""
+        """Write all files through a ring of blocks; they are durable on return."""
         with self:
             self.create()
             self.write()
-            return self._entries(self.complete({}))
-
-    def finish(self) -> dict[str, FileEntry]:
-        """Write what was staged; durable on return."""
-        return self.write_through()
-
-    def _entries(self, digests: Mapping[str, Mapping[int, str]]) -> dict[str, FileEntry]:
-        return {
-            file.layout.name: FileEntry.of(
-                file.layout.size, [digest for _, digest in sorted(digests[file.layout.name].items())]
-            )
-            for file in self._files
-        }
-
-    # One among several
+            digests = self.complete({})
+        entries = {}
+        for file in self._files:
+            blocks = [digest for _, digest in sorted(digests[file.layout.name].items())]
+            entries[file.layout.name] = FileEntry.of(file.layout.size, blocks)
+        return entries
 
     def __enter__(self) -> Writer:
         return self
@@ -218,172 +219,199 @@ class Writer:
         self.close()
 
     def close(self) -> None:
-        """Give memory and files back. Again does nothing."""
-        self._failed.set()  # whatever is still queued must not write to a closed file
+        """Return blocks to the pool and close files. A second call does nothing."""
+        self._failed.set()  # a write that is still queued must not reach a closed file
         self._threads.join()
-        for load in self._loads:
-            self._pool.give(load.block)
-        self._loads.clear()
-        self._late.clear()
+        for batch in self._batches:
+            self._pool.give(batch.block)
+        self._batches.clear()
+        self._late_batches.clear()
         for file in self._files:
-            done, file.file = file.file, None
-            if done is not None:
-                self._disk.close(done)
+            open_file, file.file = file.file, None
+            if open_file is not None:
+                self._disk.close(open_file)
 
     def create(self) -> None:
-        """Make the files that this rank makes. A full disk is met here, before the first byte."""
-        # All of them first: reserving room takes 20 times as long beside running writes.
+        """Create the files that this rank creates. A full disk fails here, before the first byte is written."""
+        # All files before the first write: reserving room takes 20 times as long beside running writes.
         for file in self._files:
-            if file.part.creates and file.file is None:
+            if file.share.creates_file and file.file is None:
                 file.file = self._disk.create(self._folder / file.layout.name, file.layout.size)
 
     def stage(self) -> None:
-        """Copy the state into blocks. When this returns training may change it."""
+        """Copy the state into blocks. When this returns, training may change the state."""
         try:
             self._staged = []
-            with CopyStreams(devices_of(file.layout for file in self._files)) as streams:
-                for slot in self._slots():
-                    slot.file.fill(slot, slot.piece.start, slot.piece.stop)
-                    self._staged.append(slot)
+            with self._copy_streams() as streams:
+                for placement in self._placements():
+                    placement.file.fill(placement, placement.range.start, placement.range.stop)
+                    self._staged.append(placement)
                 streams.wait()
         except BaseException:
             self.close()
             raise
 
     def write(self, received: Received | None = None) -> dict[str, Crcs]:
-        """Write every piece that is not late; what this rank knows of the CRCs, for the others."""
+        """Write every range that is not late; return what this rank knows of the CRCs, for the other ranks."""
         for file in self._files:
             file.received = (received or {}).get(file.layout.name, ())
-            if file.file is None and file.part.mine:
+            if file.file is None and file.share.own_ranges:
                 file.file = self._disk.open(self._folder / file.layout.name)
         if self._staged is not None:
-            for slot in self._staged:
-                self._seal(slot, _STRIDE, fill=False)
+            for placement in self._staged:
+                self._seal_staged(placement)
             self._staged = None
         else:
-            with CopyStreams(devices_of(file.layout for file in self._files)) as streams:
-                # Copies off a device are waited for once a block; copies in host memory are hashed while cached.
-                step = BLOCK_BYTES if streams else _STRIDE
-                for slot in self._slots():
-                    self._seal(slot, step, fill=True, wait=streams.wait)
-        for load in list(self._loads):
-            self._write_soon(load)
+            with self._copy_streams() as streams:
+                for placement in self._placements():
+                    self._fill_and_seal(placement, streams)
+        for batch in list(self._batches):
+            self._submit(batch)
         self._wait()
-        # Those of whole records, too: whoever writes the directory repeats them all.
-        return {file.layout.name: file.stretches for file in self._files if file.stretches}
+        # Also of whole records: the rank that writes the zip directory repeats all CRCs there.
+        return {file.layout.name: file.crc_parts for file in self._files if file.crc_parts}
 
     def complete(self, crcs: Mapping[str, Crcs]) -> dict[str, dict[int, str]]:
-        """Write what had to wait, and flush: durable on return. The digest of each piece of each file."""
+        """Write late ranges and flush: all files are durable on return. Return each file's digests by offset."""
         for file in self._files:
             file.learn(crcs.get(file.layout.name, {}))
-        for load in self._late:
-            for slot in load.slots:
-                slot.file.seal_late(slot)
-            # They lie apart, a page each: a disk takes several of those in the time of one.
-            each = -(-len(load.slots) // WRITERS)
-            for first in range(0, len(load.slots), each):
-                self._write_soon(_BlockBatch(load.block, load.slots[first : first + each]))
+        for batch in self._late_batches:
+            for placement in batch.placements:
+                placement.file.seal_late(placement)
+            # Late ranges are single pages far apart: a disk writes several of these in the time of one.
+            per_thread = -(-len(batch.placements) // WRITERS)
+            for first in range(0, len(batch.placements), per_thread):
+                self._submit(_BlockBatch(batch.block, batch.placements[first : first + per_thread]))
         self._wait()
         # The flushes of all files go out together: the journal commits once for most of them.
         for flush in [self._threads.submit(partial(self._flush, file)) for file in self._files if file.file]:
             flush.result()
         return {file.layout.name: file.digests for file in self._files}
 
-    # Inside
+    def _copy_streams(self) -> CopyStreams:
+        return CopyStreams(devices_of(file.layout for file in self._files))
 
-    def _slots(self) -> Iterator[_Placement]:
-        """Every piece of ours, in order, each with its place in a block; a block that is full is left behind."""
-        load: _BlockBatch | None = None
+    def _placements(self) -> Iterator[_Placement]:
+        """Place every range of this rank in a block, in order. Unless staging, submit each block that is full."""
+        batch: _BlockBatch | None = None
         for file in self._files:
-            for piece in file.part.mine:
-                if piece.late:
-                    slot = self._late[-1].place(file, piece) if self._late else None
-                    if slot is None:  # not from the pool: the others of a ring could not go on without it
-                        self._late.append(_BlockBatch(Block(pinned=False)))
-                        slot = self._late[-1].place(file, piece)
-                else:
-                    slot = load.place(file, piece) if load is not None else None
-                    if slot is None:
-                        if load is not None and self._staged is None:
-                            self._write_soon(load)
-                        block = self._pool.take(self._failed.is_set)
-                        if block is None:
-                            self._wait()
-                            return
-                        load = _BlockBatch(block)
-                        self._loads.append(load)
-                        slot = load.place(file, piece)
-                assert slot is not None
-                yield slot
+            for write_range in file.share.own_ranges:
+                if write_range.late:
+                    yield self._place_late(file, write_range)
+                    continue
+                placement = batch.place(file, write_range) if batch is not None else None
+                if placement is None:
+                    if batch is not None and self._staged is None:
+                        self._submit(batch)
+                    batch = self._take_batch()
+                    if batch is None:
+                        return
+                    placement = batch.place(file, write_range)
+                    assert placement is not None
+                yield placement
 
-    def _seal(self, slot: _Placement, step: int, *, fill: bool, wait: Callable[[], None] = lambda: None) -> None:
-        # In strides while the bytes are in the cache; bytes that are not in it anyway are left to the writing threads.
-        digest = BlockHash() if step == _STRIDE and fill and not slot.piece.late else None
-        for start in range(slot.piece.start, slot.piece.stop, step):
-            stop = min(start + step, slot.piece.stop)
-            if fill:
-                slot.file.fill(slot, start, stop)
-                wait()
-            slot.file.seal(slot, start, stop, digest)
+    def _take_batch(self) -> _BlockBatch | None:
+        """Take a block from the pool. Raise if a write has failed; return None if the writer was closed."""
+        block = self._pool.take(self._failed.is_set)
+        if block is None:
+            self._wait()
+            return None
+        batch = _BlockBatch(block)
+        self._batches.append(batch)
+        return batch
+
+    def _place_late(self, file: _File, write_range: WriteRange) -> _Placement:
+        placement = self._late_batches[-1].place(file, write_range) if self._late_batches else None
+        if placement is None:
+            # Not a block of the pool: this one is kept until the end, and the others of a ring could wait for it.
+            batch = _BlockBatch(Block(pinned=False))
+            self._late_batches.append(batch)
+            placement = batch.place(file, write_range)
+            assert placement is not None
+        return placement
+
+    def _seal_staged(self, placement: _Placement) -> None:
+        placement.file.seal(placement, placement.range.start, placement.range.stop)
+        if not placement.range.late and placement is placement.batch.placements[-1]:
+            self._submit(placement.batch)
+
+    def _fill_and_seal(self, placement: _Placement, streams: CopyStreams) -> None:
+        write_range, file = placement.range, placement.file
+        # Copies in host memory are hashed in strides, while they are in the cache. Copies off a device are waited for
+        # once a block; they are in no cache, so the writing threads hash them. Late ranges are not complete yet.
+        stride = BLOCK_BYTES if streams else _STRIDE
+        digest = BlockHash() if not streams and not write_range.late else None
+        for start in range(write_range.start, write_range.stop, stride):
+            stop = min(start + stride, write_range.stop)
+            file.fill(placement, start, stop)
+            streams.wait()
+            file.seal(placement, start, stop)
+            if digest is not None:
+                digest.update(placement.view(start, stop))
         if digest is not None:
-            slot.file.digests[slot.piece.start] = digest.hexdigest()
-        if not fill and not slot.piece.late and slot is slot.load.slots[-1]:
-            self._write_soon(slot.load)
+            file.digests[write_range.start] = digest.hexdigest()
 
-    def _write_soon(self, load: _BlockBatch) -> None:
-        if pooled := load in self._loads:
-            self._loads.remove(load)
-        self._writes.append(self._threads.submit(partial(self._write, load, pooled)))
+    def _submit(self, batch: _BlockBatch) -> None:
+        """Let a thread write the batch. A block of the pool goes back to it afterwards."""
+        if from_pool := batch in self._batches:
+            self._batches.remove(batch)
+        self._writes.append(self._threads.submit(partial(self._write_batch, batch, from_pool)))
 
-    def _write(self, load: _BlockBatch, pooled: bool) -> None:
+    def _write_batch(self, batch: _BlockBatch, from_pool: bool) -> None:
         try:
-            for slots in _neighbours(load.slots):
+            for placements in _contiguous(batch.placements):
                 if self._failed.is_set():
                     return
-                self._write_at_once(slots)
+                self._write_contiguous(placements)
         except BaseException:
             self._failed.set()
             raise
         finally:
-            if pooled:
-                self._pool.give(load.block)
+            if from_pool:
+                self._pool.give(batch.block)
             if self._failed.is_set():
                 self._pool.wake()
 
-    def _write_at_once(self, slots: Sequence[_Placement]) -> None:
-        view, start, at = slots[0].load.block.view, slots[0].piece.start, slots[0].at
-        for slot in slots:
-            if slot.piece.start not in slot.file.digests:
-                digest = BlockHash(view[slot.at : slot.at + slot.piece.stop - slot.piece.start])
-                slot.file.digests[slot.piece.start] = digest.hexdigest()
-        file, length = slots[0].file.file, slots[-1].piece.stop - start
+    def _write_contiguous(self, placements: Sequence[_Placement]) -> None:
+        for placement in placements:
+            write_range, digests = placement.range, placement.file.digests
+            if write_range.start not in digests:
+                digests[write_range.start] = BlockHash(placement.view(write_range.start, write_range.stop)).hexdigest()
+        first = placements[0]
+        file, start = first.file.file, first.range.start
+        length = placements[-1].range.stop - start
         assert file is not None
-        # Direct I/O takes whole pages; what is past the end is cut off by the truncate.
-        padded = -(-length // PAGE) * PAGE if file.direct else length
-        view[at + length : at + padded] = bytes(padded - length)
-        self._disk.write(file, view[at : at + padded], start)
+        # Direct I/O takes whole pages; the truncate cuts off what is past the end.
+        padded = _page_up(length) if file.direct else length
+        first.view(start + length, start + padded)[:] = bytes(padded - length)
+        self._disk.write(file, first.view(start, start + padded), start)
         if self._progress is not None:
             self._progress(length)
 
     def _flush(self, file: _File) -> None:
         assert file.file is not None
-        if file.part.ends:
+        if file.share.writes_end:
             self._disk.truncate(file.file, file.layout.size)
         self._disk.flush(file.file)
 
     def _wait(self) -> None:
+        """Wait for all submitted writes; raise the error of the first that failed."""
         writes, self._writes = self._writes, []
         for write in writes:
             write.result()
 
 
-def _neighbours(slots: Sequence[_Placement]) -> Iterator[list[_Placement]]:
-    """Pieces that lie one after the other in the file, as they do in the block: one write for all of them."""
-    found: list[_Placement] = []
-    for slot in slots:
-        if found and (found[-1].file is not slot.file or found[-1].piece.stop != slot.piece.start):
-            yield found
-            found = []
-        found.append(slot)
-    if found:
-        yield found
+def _contiguous(placements: Sequence[_Placement]) -> Iterator[list[_Placement]]:
+    """Group ranges that are contiguous in the file, as they are in the block: each group is one write."""
+    group: list[_Placement] = []
+    for placement in placements:
+        if group and (group[-1].file is not placement.file or group[-1].range.stop != placement.range.start):
+            yield group
+            group = []
+        group.append(placement)
+    if group:
+        yield group
+
+
+def _page_up(size: int) -> int:
+    return -(-size // PAGE) * PAGE

@@ -1,4 +1,4 @@
-"""The verifying reader, with blocks of any size: what is needed is read once, checked, and delivered once."""
+"""The verifying reader, with blocks of any size: needed blocks are read, verified and delivered once."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ pytestmark = pytest.mark.soak
 FOLDERS = [Path(folder) for folder in (tempfile.gettempdir(), "/dev/shm") if Path(folder).is_dir()]
 
 
-class Counting:
-    """Takes bytes, and counts how often each one came. An asynchronous one looks at the block only at the end."""
+class CountingDestination:
+    """A destination that counts how often each byte arrives. If asynchronous, it reads the block only in `finish`."""
 
     def __init__(self, length: int, *, asynchronous: bool) -> None:
         self.asynchronous = asynchronous
@@ -57,8 +57,8 @@ class Counting:
         self._pending.clear()
 
 
-def some_file(path: Path, chance: random.Random, *, uniform: bool = False) -> tuple[bytes, FileEntry]:
-    """A file in blocks of a page to some pages, and now and then in one of more than half of a block of memory."""
+def random_file(path: Path, chance: random.Random, *, uniform: bool = False) -> tuple[bytes, FileEntry]:
+    """Write a file in blocks of one to 40 pages; with `uniform`, in a single block."""
     starts = [0]
     for _ in range(chance.choice([0, 1, 2, 10, 60])):
         pages = chance.choice([1, 1, 2, chance.randrange(1, 40)])
@@ -74,8 +74,8 @@ def some_file(path: Path, chance: random.Random, *, uniform: bool = False) -> tu
     return content, FileEntry.of(size, blocks, starts)
 
 
-def some_targets(size: int, chance: random.Random, *, overlap: bool) -> list[Target]:
-    """Ranges that end at, before and behind the ends of pages."""
+def random_targets(size: int, chance: random.Random, *, overlap: bool) -> list[Target]:
+    """Return targets that end at, before and behind page boundaries."""
     count = chance.choice([0, 1, 3, 12]) if size else 0
     points = sorted(min(size, max(0, chance.randrange(size + 1) // PAGE * PAGE + chance.choice([-1, 0, 1, 64])))
                     for _ in range(2 * count))  # fmt: skip
@@ -85,15 +85,15 @@ def some_targets(size: int, chance: random.Random, *, overlap: bool) -> list[Tar
         ranges += ranges[:1]
     chance.shuffle(ranges)
     return [
-        Target(start, stop - start, Counting(stop - start, asynchronous=chance.random() < 0.4))
+        Target(start, stop - start, CountingDestination(stop - start, asynchronous=chance.random() < 0.4))
         for start, stop in ranges
         if start < stop
     ]
 
 
 @contextlib.contextmanager
-def reads_recorded() -> Iterator[list[tuple[str, int, int]]]:
-    """Of each read from the disk: file, offset, bytes."""
+def recorded_reads() -> Iterator[list[tuple[str, int, int]]]:
+    """Record each read from the disk, as file, offset and bytes."""
     recorded: list[tuple[str, int, int]] = []
     real = reader_module.read_into
 
@@ -107,8 +107,8 @@ def reads_recorded() -> Iterator[list[tuple[str, int, int]]]:
         yield recorded
 
 
-class Alone:
-    """Reads what is to be read together, without the others."""
+class ReadAlone:
+    """A cooperative read with no other ranks."""
 
     def read(self, spans: Sequence[Span], *, progress: Callable[[int], None] | None) -> None:
         for span in spans:
@@ -119,37 +119,40 @@ class Alone:
                 progress(span.length)
 
 
-def wanted_blocks(entry: FileEntry, targets: Sequence[Target], *, only_targets: bool) -> set[int]:
-    """Slow and simple."""
+def needed_blocks(entry: FileEntry, targets: Sequence[Target], *, only_targets: bool) -> set[int]:
+    """Compute the blocks to read, slowly and simply."""
     edges = list(itertools.pairwise(entry.edges(BLOCK_BYTES)))
     return {
         number
         for number, (start, stop) in enumerate(edges)
-        if not only_targets or any(one.offset < stop and one.offset + one.length > start for one in targets)
+        if not only_targets or any(target.offset < stop and target.offset + target.length > start for target in targets)
     }
 
 
-def delivered(content: bytes, targets: Sequence[Target]) -> bool:
-    """Every byte of every target, once."""
+def all_delivered(content: bytes, targets: Sequence[Target]) -> bool:
+    """Return whether every byte of every target arrived once."""
     for target in targets:
-        sink: Any = target.sink
-        if not (sink.times == 1).all() or sink.data != content[target.offset : target.offset + target.length]:
+        destination: Any = target.destination
+        if (
+            not (destination.times == 1).all()
+            or destination.data != content[target.offset : target.offset + target.length]
+        ):
             return False
     return True
 
 
 @settings(max_examples=2000 if SOAK else 150)
 @given(st.integers(0, 2**63), st.booleans(), st.sampled_from(FOLDERS), st.sampled_from([1, 2, 3, 5, 8]))
-def test_what_is_needed_is_read_once_and_delivered_once(seed: int, together: bool, where: Path, limit: int) -> None:
+def test_needed_blocks_are_read_and_delivered_once(seed: int, together: bool, where: Path, limit: int) -> None:
     chance = random.Random(seed)
     pool = BlockPool(limit=limit)
-    with tempfile.TemporaryDirectory(dir=where) as folder, reads_recorded() as reads:
+    with tempfile.TemporaryDirectory(dir=where) as folder, recorded_reads() as reads:
         root = Path(folder)
-        made = {f"file-{number}": some_file(root / f"file-{number}", chance, uniform=chance.random() < 0.2)
+        made = {f"file-{number}": random_file(root / f"file-{number}", chance, uniform=chance.random() < 0.2)
                 for number in range(chance.choice([1, 1, 3]))}  # fmt: skip
         files: dict[str, CheckpointFile] = {}
         with Reader(root, pool) as reader:
-            looked_at: set[tuple[str, int]] = set()
+            read_before: set[tuple[str, int]] = set()
             for name, (content, entry) in made.items():
                 file = files[name] = reader.open(name, entry)
                 file.only_targets = chance.random() < 0.6
@@ -157,26 +160,26 @@ def test_what_is_needed_is_read_once_and_delivered_once(seed: int, together: boo
                 for _ in range(chance.choice([0, 0, 1, 6])):  # headers and directories
                     start, stop = sorted(chance.choices(range(len(content) + 1), k=2))
                     assert file.read(start, stop) == content[start:stop]
-                file.targets += some_targets(len(content), chance, overlap=chance.random() < 0.3)
+                file.targets += random_targets(len(content), chance, overlap=chance.random() < 0.3)
             for name, offset, _ in reads:
-                looked_at.add((name, files[name].edges.index(offset)))
-            kept = {key for key in looked_at if key in reader._kept}
+                read_before.add((name, files[name].edges.index(offset)))
+            kept = {key for key in read_before if key in reader._kept}
             assert len(reader._kept) == len(kept) <= min(4, limit // 2)
             del reads[:]
             read = [0]
             reader.run(
-                together=Alone() if together else None, progress=lambda count: read.__setitem__(0, read[0] + count)
+                together=ReadAlone() if together else None, progress=lambda count: read.__setitem__(0, read[0] + count)
             )
         expected = 0
         for name, (content, entry) in made.items():
-            assert delivered(content, files[name].targets)
-            wanted = wanted_blocks(entry, files[name].targets, only_targets=files[name].only_targets)
-            wanted -= {index for of, index in kept if of == name and not files[name].shared}
+            assert all_delivered(content, files[name].targets)
+            needed = needed_blocks(entry, files[name].targets, only_targets=files[name].only_targets)
+            needed -= {index for of, index in kept if of == name and not files[name].shared}
             edges = entry.edges(BLOCK_BYTES)
-            bytes_wanted = sum(edges[index + 1] - edges[index] for index in wanted)
-            assert sum(done for of, _, done in reads if of == name) == bytes_wanted, "nothing else, and nothing twice"
-            assert len([None for of, _, _ in reads if of == name]) <= len(wanted)
-            expected += bytes_wanted
+            needed_bytes = sum(edges[index + 1] - edges[index] for index in needed)
+            assert sum(done for of, _, done in reads if of == name) == needed_bytes, "nothing else, and nothing twice"
+            assert len([None for of, _, _ in reads if of == name]) <= len(needed)
+            expected += needed_bytes
         expected += sum(made[of][1].edges(BLOCK_BYTES)[index + 1] - made[of][1].edges(BLOCK_BYTES)[index]
                         for of, index in kept if not files[of].shared)  # fmt: skip
         assert read[0] == expected, "progress counts every byte once"
@@ -185,22 +188,22 @@ def test_what_is_needed_is_read_once_and_delivered_once(seed: int, together: boo
 
 @settings(max_examples=2000 if SOAK else 100)
 @given(st.integers(0, 2**63), st.sampled_from([1, 2, 8]), st.booleans())
-def test_damage_in_what_is_read_is_found(seed: int, limit: int, truncated: bool) -> None:
+def test_damage_in_needed_blocks_is_found(seed: int, limit: int, truncated: bool) -> None:
     chance = random.Random(seed)
     pool = BlockPool(limit=limit)
     with tempfile.TemporaryDirectory(dir=FOLDERS[-1]) as name:
         path = Path(name) / "file"
-        content, entry = some_file(path, chance)
+        content, entry = random_file(path, chance)
         if not content:
             return
-        targets = some_targets(len(content), chance, overlap=chance.random() < 0.5)
+        targets = random_targets(len(content), chance, overlap=chance.random() < 0.5)
         only_targets = chance.random() < 0.7
         with Reader(path.parent, pool) as reader:
             file = reader.open("file", entry)
             file.targets, file.only_targets = targets, only_targets
             at = chance.randrange(len(content))
             edges = entry.edges(BLOCK_BYTES)
-            if truncated:  # behind the reader's back
+            if truncated:  # after the reader opened it
                 path.write_bytes(content[:at])
                 bad = {index for index in range(len(entry.blocks)) if edges[index + 1] > at}
             else:
@@ -214,31 +217,31 @@ def test_damage_in_what_is_read_is_found(seed: int, limit: int, truncated: bool)
                 if start < stop and touched & bad:
                     with pytest.raises(InvalidCheckpoint, match=r"damaged|ends at byte"):
                         file.read(start, stop)
-            if wanted_blocks(entry, targets, only_targets=only_targets) & bad:
+            if needed_blocks(entry, targets, only_targets=only_targets) & bad:
                 with pytest.raises(InvalidCheckpoint, match=r"damaged|ends at byte"):
                     reader.run()
             else:
                 reader.run()
-                assert delivered(content, targets)
+                assert all_delivered(content, targets)
     assert pool.made == pool.ready
 
 
-def test_copies_off_a_bad_block_have_ended_before_it_is_used_again(tmp_path: Path) -> None:
-    """A device may still be reading it."""
-    content, entry = some_file(tmp_path / "file", random.Random(3))
+def test_copies_off_a_damaged_block_end_before_its_memory_is_reused(tmp_path: Path) -> None:
+    """A device may still read from it."""
+    content, entry = random_file(tmp_path / "file", random.Random(3))
     (tmp_path / "file").write_bytes(content[:5] + b"?" + content[6:])
-    sink = Counting(len(content), asynchronous=True)
+    destination = CountingDestination(len(content), asynchronous=True)
     with Reader(tmp_path, BlockPool()) as reader:
-        reader.open("file", entry).targets.append(Target(0, len(content), sink))
+        reader.open("file", entry).targets.append(Target(0, len(content), destination))
         with pytest.raises(InvalidCheckpoint, match="damaged"):
             reader.run()
-    assert sink._pending == []
+    assert destination._pending == []
 
 
-def test_a_sink_that_fails_leaves_no_memory_behind(tmp_path: Path) -> None:
-    content, entry = some_file(tmp_path / "file", random.Random(3))
+def test_a_failing_destination_leaks_no_blocks(tmp_path: Path) -> None:
+    content, entry = random_file(tmp_path / "file", random.Random(3))
 
-    class Broken(Counting):
+    class Broken(CountingDestination):
         def put(self, block: Block, at: int, start: int, stop: int) -> None:
             raise RuntimeError("no room on the device")
 
