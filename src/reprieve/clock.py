@@ -1,4 +1,4 @@
-"""Time, as something that can be handed in: schedules and heartbeats are tested without waiting."""
+"""The clock that schedules, heartbeats and time limits use. Tests pass a fake one, so that they need not wait."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """What the package asks of time."""
+    """Time of day, monotonic time and waiting."""
 
     def time(self) -> float:
-        """Seconds since the epoch: for records that people and other machines read."""
+        """Return the seconds since the epoch, for records that people and other machines read."""
 
     def monotonic(self) -> float:
-        """Seconds that never go back: for everything that is measured or due."""
+        """Return seconds that never go back, for durations and deadlines."""
 
     def sleep(self, seconds: float) -> None:
-        """Wait."""
+        """Wait for so many seconds."""
 
 
 class SystemClock:
-    """The real one."""
+    """The system's clock."""
 
     def time(self) -> float:
         return time.time()

@@ -42,7 +42,7 @@ class _CachedState:
         """Return the state, from `read` if the memory has changed.
 
         A generator makes normal numbers in pairs. Its memory does not show whether the second one is pending, so a
-        state that `has_pending` says so of is read again each time.
+        state for which `has_pending` is true is not cached.
         """
         seen = self._memory.raw
         if seen != self._seen:
@@ -66,7 +66,7 @@ def python_state() -> Any:
 
 
 def numpy_state(read: Callable[[], Any]) -> Any:
-    """Return `read()`, the state of numpy's global generator; field 3 of an MT19937's tells of a pending number."""
+    """Return `read()`, the state of numpy's global generator. Field 3 of an MT19937's is its pending-number flag."""
     global _numpy_cache  # noqa: PLW0603
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""Durations and sizes as people write them."""
+"""Parsing of durations, sizes and folders as people write them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_durations(text: str | float | timedelta, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "5", "m", "5 minutes", "1h30", "-5m", "5m!", "0s", 0, -1, timedelta(0)])
-def test_what_is_no_duration_is_refused_by_name(text: str | float | timedelta) -> None:
+def test_an_invalid_duration_is_named_in_the_error(text: str | float | timedelta) -> None:
     with pytest.raises(ConfigError, match="duration") as caught:
         parse_duration(text)
     assert repr(text) in str(caught.value)
@@ -39,7 +39,7 @@ def test_sizes(text: str | int, count: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GB", "5 XB", "-5GB", "5 GB more"])
-def test_what_is_no_size_is_refused_by_name(text: str) -> None:
+def test_an_invalid_size_is_named_in_the_error(text: str) -> None:
     with pytest.raises(ConfigError, match="not a size"):
         parse_size(text)
 
@@ -48,11 +48,11 @@ def test_what_is_no_size_is_refused_by_name(text: str) -> None:
     ("count", "text"),
     [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (1_490_000_000, "1.49 GB"), (5e15, "5e+03 TB")],
 )
-def test_sizes_for_people(count: float, text: str) -> None:
+def test_formatted_sizes(count: float, text: str) -> None:
     assert format_size(count) == text
 
 
-def test_where_a_folder_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_paths_and_file_uris(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/someone")
     assert local_path("runs/a") == tmp_path / "runs/a"

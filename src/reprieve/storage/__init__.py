@@ -1,1 +1,1 @@
-"""Where bytes live. `disk` is the only module of the package that changes a file system."""
+"""File systems and paths. `disk` is the only module that changes the durable content of a checkpoint."""

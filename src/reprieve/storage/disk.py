@@ -1,12 +1,12 @@
-"""The one place that changes the durable content of a checkpoint.
+"""The only module that changes the durable content of a checkpoint.
 
-Every verb here is one system call that matters after a power cut: no other module creates, writes, flushes, renames or
-removes a file of a checkpoint. (Logs, run records, scratch files and stores are written elsewhere.) So a test can stand
-in for the whole disk (fill it, kill the process at the n-th call, record the calls and replay every crash), and a
-reader can check the order of the flushes by reading the callers.
+Every verb here is one system call that matters after a power cut. No other module creates, writes, flushes, renames or
+removes a file of a checkpoint; logs, run records, scratch files and stores are written elsewhere. So a test can replace
+the whole disk (fill it, kill the process at the n-th call, record the calls and replay every crash), and the callers
+alone show the order of the flushes.
 
-Direct I/O is used where the file system takes it (on the machines we measured, 2 to 5 times the speed of
-buffered writes plus fsync); where it refuses (tmpfs, some NFS and FUSE mounts) the same verbs write buffered.
+`Disk` uses direct I/O where the file system supports it (measured: 2 to 5 times the speed of buffered writes plus
+fsync). Where it does not (tmpfs, some NFS and FUSE mounts), the same verbs write through the page cache.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import NoReturn
 from reprieve.errors import StorageError, StorageFull
 from reprieve.units import format_size
 
-# Whole pages are what every file system accepts that accepts direct I/O at all.
 PAGE = 4096
+"""Every file system that supports direct I/O accepts it in units of this size."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _STATX_DIOALIGN = 0x2000
@@ -37,28 +37,28 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 DAMAGE = frozenset(
     {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA}
 )
-"""Errors of a read that say that what is stored is damaged, or not there. Any other is of the moment (no descriptor
-left, no permission, a server that does not answer) and says nothing of what is stored."""
+"""Errors of a read which mean that the stored data is damaged or missing. Any other error may be temporary (no file
+descriptor, no permission, a server that does not answer) and says nothing about the data."""
 
 
 @dataclass(slots=True)
 class OpenFile:
-    """A file that is open for writing or reading."""
+    """A file that is open for reading or writing."""
 
     path: Path
     fd: int
     direct: bool
-    """Offsets and lengths must be multiples of PAGE, and buffers page-aligned."""
+    """Whether it uses direct I/O: offsets and lengths must be multiples of PAGE, and buffers page-aligned."""
 
 
 class Disk:
-    """A local or mounted file system."""
+    """The verbs that change a local or mounted file system."""
 
     def make_folder(self, path: Path) -> None:
         path.mkdir()
 
     def create(self, path: Path, size: int) -> OpenFile:
-        """A new file with room for `size` bytes reserved, so that a full disk is met before the first byte."""
+        """Create a file and reserve `size` bytes, so that a full disk fails here, before the first write."""
         file = _open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             if size and _libc.fallocate(file.fd, 0, ctypes.c_long(0), ctypes.c_long(_round_up(size))):
@@ -71,34 +71,34 @@ class Disk:
         return file
 
     def open(self, path: Path) -> OpenFile:
-        """A file that another rank created, to write a part of it."""
+        """Open a file that another rank created, to write a part of it."""
         return _open(path, os.O_RDWR)
 
     def write(self, file: OpenFile, data: memoryview, offset: int) -> None:
-        """All of `data`, which is page-aligned and a whole number of pages when the file is direct."""
+        """Write all of `data`. If the file is direct, it must be page-aligned and a whole number of pages."""
         while data:
             try:
                 done = os.pwrite(file.fd, data, offset)
             except OSError as error:
-                # Some file systems accept the flag at open and refuse the first write.
+                # Some file systems accept O_DIRECT in open and refuse the first write.
                 if error.errno != errno.EINVAL or not file.direct:
                     raise
-                _go_buffered(file)
+                _switch_to_buffered(file)
                 continue
             data = data[done:]
             offset += done
             if data and file.direct and done % PAGE:
-                _go_buffered(file)
+                _switch_to_buffered(file)
 
     def truncate(self, file: OpenFile, size: int) -> None:
         os.ftruncate(file.fd, size)
 
     def flush(self, file: OpenFile) -> None:
-        """The file's bytes and size are on the medium when this returns."""
+        """Make the file's bytes and size durable."""
         os.fdatasync(file.fd)
 
     def flush_folder(self, path: Path) -> None:
-        """The folder's entries (names created, renamed, removed) are on the medium when this returns."""
+        """Make the folder's entries durable: names that were created, renamed or removed."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(fd)
@@ -109,8 +109,8 @@ class Disk:
         source.rename(target)
 
     def exchange(self, first: Path, second: Path) -> bool:
-        """Each gets the other's name, in one step. False where the kernel or the file system cannot do that (NFS)."""
-        renameat2 = getattr(_libc, "renameat2", None)  # not in every libc
+        """Swap two names atomically. Return False where the kernel or the file system (NFS) cannot."""
+        renameat2 = getattr(_libc, "renameat2", None)  # missing in some libcs
         if renameat2 is None:
             return False
         if not renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE):
@@ -127,16 +127,16 @@ class Disk:
         path.rmdir()
 
     def touch(self, path: Path) -> None:
-        """A new modification time: a sign of life, not data."""
+        """Set the modification time to now: a heartbeat, not data."""
         os.utime(path)
 
-    # What follows is made of the verbs above.
+    # The methods below are made of the verbs above.
 
     def close(self, file: OpenFile) -> None:
         os.close(file.fd)
 
     def remove_tree(self, path: Path) -> None:
-        """Everything below `path`, and it; what is gone already is no error. Links are removed, not followed."""
+        """Remove `path` and everything below it, if it exists. Links are removed, not followed."""
         with contextlib.suppress(FileNotFoundError):
             if path.is_symlink() or not path.is_dir():
                 self.remove(path)
@@ -146,10 +146,10 @@ class Disk:
             self.remove_folder(path)
 
     def write_file(self, path: Path, data: bytes, *, flush: bool = True) -> None:
-        """A small new file. Its name is durable only after the folder is flushed."""
+        """Create a small file. Its name is durable only once the folder is flushed."""
         file = self.create(path, 0)
         try:
-            _go_buffered(file)
+            _switch_to_buffered(file)
             self.write(file, memoryview(data), 0)
             if flush:
                 self.flush(file)
@@ -157,25 +157,25 @@ class Disk:
             self.close(file)
 
     def replace_file(self, path: Path, data: bytes, *, flush_folder: bool = True) -> None:
-        """A small file that holds either its old bytes or these, whatever happens; these for sure once flushed."""
-        fresh = path.with_name(f"{path.name}.new")
+        """Replace a small file atomically: after a crash it holds either the old bytes or the new ones."""
+        new = path.with_name(f"{path.name}.new")
         with contextlib.suppress(FileNotFoundError):
-            self.remove(fresh)
-        self.write_file(fresh, data)
-        self.rename(fresh, path)
+            self.remove(new)
+        self.write_file(new, data)
+        self.rename(new, path)
         if flush_folder:
             self.flush_folder(path.parent)
 
 
 def open_for_reading(path: Path, *, buffered: bool = False) -> OpenFile:
-    """`buffered`: through the page cache, where what was read stays."""
+    """Open a file for reading. `buffered`: through the page cache, which then keeps what was read."""
     if buffered:
         return OpenFile(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC), direct=False)
     return _open(path, os.O_RDONLY)
 
 
 def read_into(file: OpenFile, buffer: memoryview, offset: int) -> int:
-    """Fill `buffer` from `offset`, up to the end of the file; the number of bytes read."""
+    """Fill `buffer` from `offset` on, up to the end of the file. Return the number of bytes read."""
     total = 0
     while total < len(buffer):
         try:
@@ -183,24 +183,24 @@ def read_into(file: OpenFile, buffer: memoryview, offset: int) -> int:
         except OSError as error:
             if error.errno != errno.EINVAL or not file.direct:
                 raise
-            _go_buffered(file)
+            _switch_to_buffered(file)
             continue
         if done == 0:
             break
         total += done
-        # At the end of a file whose size is no multiple of the page, direct reads come back short: that is the end.
+        # A direct read that ends inside a page has reached the end of the file.
         if file.direct and done % PAGE:
             break
     return total
 
 
 def read_from_cache(file: OpenFile, buffer: memoryview, offset: int) -> bool:
-    """Fill `buffer` from the page cache, if all of it is there. The disk is not waited for."""
+    """Fill `buffer` from the page cache, without waiting for the disk. Return whether all of it was there."""
     total = 0
     while total < len(buffer):
         try:
             done = os.preadv(file.fd, [buffer[total:]], offset + total, os.RWF_NOWAIT)
-        except OSError:  # EAGAIN: not there; or a file system that cannot tell
+        except OSError:  # EAGAIN: not in the cache; others: the file system does not support it
             return False
         if done == 0:
             return False
@@ -209,19 +209,19 @@ def read_from_cache(file: OpenFile, buffer: memoryview, offset: int) -> bool:
 
 
 def free_bytes(folder: Path) -> int:
-    """Room that we may use in the file system of `folder`."""
+    """Return the bytes that this user can still write to the file system of `folder`."""
     stat = os.statvfs(folder)
     return stat.f_bavail * stat.f_frsize
 
 
 def free_files(folder: Path) -> float:
-    """How many more files fit; infinity where the file system does not count them."""
+    """Return how many more files fit; infinity if the file system does not limit them."""
     stat = os.statvfs(folder)
     return stat.f_favail if stat.f_files else math.inf
 
 
 def explain(error: OSError, folder: Path, *, needed: int | None = None) -> NoReturn:
-    """Raise what the user should read in place of a bare OSError."""
+    """Raise a StorageError in place of an OSError: it says what happened to which folder, and what to do."""
     if isinstance(error, StorageError):
         raise error
     if error.errno in _NO_ROOM:
@@ -251,15 +251,15 @@ def _open(path: Path, flags: int) -> OpenFile:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        # tmpfs: the file may have been created by the refused call.
+        # tmpfs: the call that failed may have created the file.
         return OpenFile(path, os.open(path, flags & ~os.O_EXCL, 0o644), direct=False)
     file = OpenFile(path, fd, direct=True)
     if not _direct_by_pages(fd):
-        _go_buffered(file)
+        _switch_to_buffered(file)
     return file
 
 
-def _go_buffered(file: OpenFile) -> None:
+def _switch_to_buffered(file: OpenFile) -> None:
     import fcntl
 
     if file.direct:
@@ -268,12 +268,12 @@ def _go_buffered(file: OpenFile) -> None:
 
 
 def _direct_by_pages(fd: int) -> bool:
-    """Does direct I/O in whole pages work here? Kernels before 6.1 do not say: then yes, and `write` finds out."""
-    answer = ctypes.create_string_buffer(256)
-    if _libc.statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, answer):
+    """Return whether direct I/O works in whole pages. Kernels before 6.1 do not report it: then `write` finds out."""
+    result = ctypes.create_string_buffer(256)
+    if _libc.statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, result):
         return True
-    (mask,) = struct.unpack_from("I", answer, 0)
-    memory, offset = struct.unpack_from("II", answer, 152)
+    (mask,) = struct.unpack_from("I", result, 0)
+    memory, offset = struct.unpack_from("II", result, 152)
     if not mask & _STATX_DIOALIGN:
         return True
     return bool(0 < memory <= PAGE and 0 < offset <= PAGE)

@@ -1,4 +1,7 @@
-"""Where a checkpoint folder is, as the user writes it."""
+"""Turns what a user writes for a checkpoint folder into a path.
+
+In a drill (`REPRIEVE_DRILL`), paths are moved to a scratch folder, so that the run's own checkpoints are not touched.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ def original_path(uri: str | os.PathLike[str], drill: str | None) -> Path:
 
 
 def local_path(uri: str | os.PathLike[str]) -> Path:
-    """A path or a `file://` URI, absolute and with `~` expanded."""
+    """Convert a path or a `file://` URI to an absolute path, with `~` expanded."""
     text = os.fspath(uri)
     if not text:
         raise ConfigError("the checkpoint folder is an empty string")
@@ -38,14 +41,14 @@ def local_path(uri: str | os.PathLike[str]) -> Path:
         parts = urlsplit(text)
         if parts.scheme != "file" or parts.netloc not in ("", "localhost"):
             raise ConfigError(
-                f"{text!r}: this version writes to local and mounted folders only; give a path or file:///…"
+                f"{text!r}: this version writes to local and mounted folders only. Use a path or file:///…"
             )
         text = unquote(parts.path)
     return Path(text).expanduser().absolute()
 
 
 def shown(path: Path) -> str:
-    """As a person would write it: relative, where it is in the current folder."""
+    """Format a path for messages: relative if it is inside the current folder."""
     with contextlib.suppress(ValueError, OSError):
         return os.fspath(path.absolute().relative_to(Path.cwd()))
     return os.fspath(path)

@@ -1,1 +1,1 @@
-"""The memory that bytes pass through between tensors and storage."""
+"""Host memory, threads and CUDA streams that bytes pass through between tensors and storage."""

@@ -1,4 +1,8 @@
-"""How much memory this process may still take: the machine's, or its cgroups' where that is less."""
+"""How much more memory this process may use.
+
+That is what the machine has available, or what the process's cgroups still allow, where that is less. `staging` uses it
+to decide whether a copy of the training state fits.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +11,23 @@ from pathlib import Path, PurePosixPath
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Bytes that can be taken without reclaiming anybody's working set."""
-    rooms = [_machine(root)]
-    for group, limit, usage in _groups(root):
-        most, used = _number(group / limit), _number(group / usage)
-        if most is not None and used is not None:
-            # The page cache counts as usage, and its inactive part goes first under pressure.
+    """Return the bytes that this process can use without reclaiming any process's working set."""
+    limits = [_available_on_machine(root)]
+    for group, limit_file, usage_file in _cgroups(root):
+        limit, used = _number(group / limit_file), _number(group / usage_file)
+        if limit is not None and used is not None:
+            # The page cache counts as usage; the kernel reclaims its inactive part first.
             stat = group / "memory.stat"
             cache = _field(stat, "total_inactive_file") or _field(stat, "inactive_file") or 0
-            rooms.append(most - used + cache)
-    return max(0, min(rooms))
+            limits.append(limit - used + cache)
+    return max(0, min(limits))
 
 
-def _groups(root: Path) -> Iterator[tuple[Path, str, str]]:
-    """Our memory cgroups of both versions, each with those above it: any of them can have the limit."""
+def _cgroups(root: Path) -> Iterator[tuple[Path, str, str]]:
+    """Yield the folder of each memory cgroup, v2 and v1, with its limit and usage files.
+
+    Parents are included: any of them can set the limit.
+    """
     top = root / "sys/fs/cgroup"
     v2, v1 = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
     # In a container with a cgroup namespace of its own the path is "/".
@@ -31,22 +38,22 @@ def _groups(root: Path) -> Iterator[tuple[Path, str, str]]:
             paths |= dict.fromkeys(controllers.split(","), path)
     except (OSError, ValueError):
         pass
-    for place in (top, top / "unified"):
+    for mount in (top, top / "unified"):
         for folder in _with_parents(paths[""]):
-            yield place / folder, *v2
+            yield mount / folder, *v2
     for folder in _with_parents(paths["memory"]):
         yield top / "memory" / folder, *v1
 
 
 def _with_parents(path: str) -> Iterator[str]:
-    inside = PurePosixPath(path.lstrip("/"))
-    if ".." not in inside.parts:
-        yield from (str(folder) for folder in (inside, *inside.parents))
+    relative = PurePosixPath(path.lstrip("/"))
+    if ".." not in relative.parts:
+        yield from (str(folder) for folder in (relative, *relative.parents))
     else:
         yield "."
 
 
-def _machine(root: Path) -> int:
+def _available_on_machine(root: Path) -> int:
     kilobytes = _field(root / "proc/meminfo", "MemAvailable:")
     return kilobytes * 1024 if kilobytes is not None else 0
 

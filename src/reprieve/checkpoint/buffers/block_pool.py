@@ -1,10 +1,10 @@
-"""The memory that bytes pass through on their way between tensors and storage.
+"""Blocks of host memory that bytes pass through between tensors and storage, and the pool that lends them.
 
-A block is page-aligned host memory of one fixed size, pinned where there is a GPU. A pool hands blocks out and
-takes them back. A blocking save and a restore pass through a few blocks (a ring); a background save takes as many as
-the state needs, so that filling never waits for the disk. Both are the same pool with another limit.
+A block is page-aligned memory of one fixed size, pinned where there is a GPU. A blocking save and a restore pass
+through a few blocks (a ring). A background save takes as many as the state needs, so that filling never waits for the
+disk. Both use the same pool, with different limits.
 
-Blocks are made once and kept: touching fresh memory runs at 2 GB/s and pinning it at 1 to 3, a rewrite at 11.
+Blocks are allocated once and kept: touching fresh memory runs at 2 GB/s, pinning it at 1 to 3, rewriting it at 11.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import weakref
 from collections.abc import Callable
 
 BLOCK_BYTES = 16 * 2**20
-"""The unit of I/O and of checksums. Disks reach their limit with 4 to 16 MiB; a checksum every 16 MiB costs 2 bytes
-a megabyte in the manifest."""
+"""The unit of I/O and of checksums. Disks reach full speed with 4 to 16 MiB; a checksum every 16 MiB takes 2 bytes per
+megabyte in the manifest."""
 
 RING_BLOCKS = 8
-"""128 MiB: enough to keep four writers busy while the next blocks fill, and half of what a save may take."""
+"""128 MiB: enough to keep four writers busy while the next blocks are filled, and half of what a save may use."""
 
 
 class Block:
@@ -35,16 +35,16 @@ class Block:
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(self._memory)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        if touch:  # the kernel gives memory at its first use: before it is needed, or while somebody waits
+        if touch:  # the kernel allocates memory at its first use: better now than while a save waits for it
             ctypes.memset(self.address, 0, BLOCK_BYTES)
         self.pinned = pinned and _pin(self.address)
         if self.pinned:
-            # Before the memory goes back: the driver would refuse a later mapping that lands on the same address.
+            # Unpin before the memory is freed: the driver would refuse a later mapping at the same address.
             weakref.finalize(self, _unpin, self.address, self._memory, os.getpid()).atexit = False
 
 
 class BlockPool:
-    """Hands out blocks up to a limit. All methods may be called from any thread."""
+    """A pool that lends blocks up to a limit. All methods may be called from any thread."""
 
     def __init__(self, *, limit: int = RING_BLOCKS, pinned: bool = False) -> None:
         self.limit = limit
@@ -55,18 +55,21 @@ class BlockPool:
 
     @property
     def ready(self) -> int:
-        """Blocks that could be taken now without making one or waiting for one."""
+        """Blocks that can be taken at once, without allocating or waiting."""
         with self._changed:
             return len(self._free)
 
     @property
     def made(self) -> int:
-        """Blocks that exist, taken or not."""
+        """Blocks that are allocated, taken or not."""
         with self._changed:
             return self._made
 
     def take(self, stop: Callable[[], bool] = lambda: False) -> Block | None:
-        """A block; made if the limit allows, else waited for. None when `stop` turned true while waiting."""
+        """Take a block: a free one, or a new one if the limit allows; otherwise wait for one.
+
+        Return None if `stop()` becomes true while waiting.
+        """
         with self._changed:
             while True:
                 if self._free:
@@ -85,23 +88,24 @@ class BlockPool:
             raise
 
     def give(self, block: Block) -> None:
+        """Return a block to the pool."""
         with self._changed:
             self._free.append(block)
             self._changed.notify()
 
     def empty(self) -> None:
-        """Let go of the memory of all blocks that are not taken. The next one that is asked for is made anew."""
+        """Free the memory of all blocks that are not taken."""
         with self._changed:
             self._made -= len(self._free)
             self._free.clear()
 
     def wake(self) -> None:
-        """Make every waiting `take` look at its `stop` again."""
+        """Make every waiting `take` call its `stop` again."""
         with self._changed:
             self._changed.notify_all()
 
     def grow(self, limit: int, stop: Callable[[], bool] = lambda: False) -> None:
-        """Make blocks until there are `limit`, one at a time; meant for a thread of its own."""
+        """Raise the limit and allocate blocks until it is reached. Takes seconds: run it on a thread of its own."""
         self.limit = max(self.limit, limit)
         while not stop():
             with self._changed:
@@ -118,7 +122,7 @@ class BlockPool:
 
 
 def _pin(address: int) -> bool:
-    """Register the memory with CUDA, so that copies from the device run at the bus's speed, asynchronously."""
+    """Register the memory with CUDA, so that copies off the device are asynchronous and as fast as the bus."""
     import torch
 
     return int(torch.cuda.cudart().cudaHostRegister(address, BLOCK_BYTES, 0)) == 0
@@ -127,5 +131,5 @@ def _pin(address: int) -> bool:
 def _unpin(address: int, _memory: mmap.mmap, pid: int) -> None:
     import torch
 
-    if os.getpid() == pid:  # not in a forked child, which has the memory but not the driver
+    if os.getpid() == pid:  # a forked child has the memory, but not the driver
         torch.cuda.cudart().cudaHostUnregister(address)

@@ -1,4 +1,8 @@
-"""Copies off a GPU that run beside training: one stream per device, ordered after what training has queued so far."""
+"""CUDA streams for copies off a GPU that run beside training.
+
+There is one stream per device. Its copies run after the kernels that training has queued so far, so they see the result
+of the last optimizer step.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""A few threads that do what they are given, in order, and end when there is nothing left to do.
+"""A thread pool that also works while the interpreter exits.
 
-Not `concurrent.futures`: its pools take no more work once the interpreter is ending, and a background save that is
-being written at that moment would be lost. These are ordinary threads: the interpreter waits for them.
+The pools of `concurrent.futures` accept no work once the interpreter is exiting, so a background save that is being
+written at that time would be lost. The threads here are ordinary ones: the interpreter waits for them. They start when
+there is work and end when there is none.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from concurrent.futures import Future
 from typing import Any
 
 _LINGER_S = 0.05
-"""How long an idle thread waits for more before it ends: longer than the gap between two blocks of a save."""
+"""How long an idle thread waits for work before it ends: longer than the gap between two blocks of a save."""
 
 
 class ThreadPool:
-    """Up to `count` threads."""
+    """Up to `count` threads that run submitted functions in order."""
 
     def __init__(self, count: int, name: str) -> None:
         self._count = count
@@ -40,7 +41,7 @@ class ThreadPool:
         return future
 
     def join(self) -> None:
-        """Until all work is done and all threads have ended."""
+        """Wait until all work is done and all threads have ended."""
         with self._changed:
             self._changed.notify_all()
             threads = list(self._threads)
@@ -52,11 +53,11 @@ class ThreadPool:
             future, work = item
             try:
                 result = work()
-            except BaseException as error:  # noqa: BLE001 - handed to whoever asks for the result
+            except BaseException as error:  # noqa: BLE001 - `Future.result` raises it
                 future.set_exception(error)
             else:
                 future.set_result(result)
-            del item, future, work  # the thread lingers: it must not keep blocks and tensors alive
+            del item, future, work  # an idle thread must not keep blocks and tensors alive
 
     def _next(self) -> tuple[Future[Any], Callable[[], Any]] | None:
         with self._changed:

@@ -1,7 +1,7 @@
-"""The two checksums of the engine: XXH3-128 for what we verify, CRC-32 for what zip readers expect.
+"""The two checksums of the engine: XXH3-128 for verification, CRC-32 because zip readers expect it.
 
-A file's checksum is the XXH3-128 of its blocks' checksums, one after the other: blocks can then be hashed in
-any order, by several threads or ranks, and one bad block can be named. It guards against accidents, not against people.
+A file's checksum is the XXH3-128 of its blocks' checksums, one after the other. So threads and ranks can hash blocks in
+any order, and an error message can name the damaged block. It protects against accidents, not against attackers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import xxhash
 
 try:
     from isal.isal_zlib import crc32, crc32_combine
-except ImportError:  # no wheel for this platform: a third of the speed, the same numbers
+except ImportError:  # no wheel for this platform: the same values at a third of the speed
     from reprieve.checkpoint.format.crc_combine import crc32_combine
 
     crc32 = zlib.crc32
@@ -24,17 +24,18 @@ BlockHash = xxhash.xxh3_128
 
 
 def digest_of(data: bytes | memoryview) -> str:
+    """Return the XXH3-128 of some bytes, in hexadecimal."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def file_digest(blocks: Iterable[str]) -> str:
-    """The file's checksum from its blocks' checksums (32 hex digits each)."""
+    """Return a file's checksum, given its blocks' checksums (32 hex digits each)."""
     return digest_of(bytes.fromhex("".join(blocks)))
 
 
-def combined_crc(stretches: Iterable[Sequence[int]]) -> int:
-    """The CRC-32 of neighbouring stretches (offset, length, CRC-32), given in any order."""
+def combined_crc(parts: Iterable[Sequence[int]]) -> int:
+    """Return the CRC-32 of contiguous parts (offset, length, CRC-32 of the part), given in any order."""
     crc = 0
-    for _, length, own in sorted(tuple(stretch) for stretch in stretches):
-        crc = crc32_combine(crc, own, length)
+    for _, length, part_crc in sorted(tuple(part) for part in parts):
+        crc = crc32_combine(crc, part_crc, length)
     return crc

@@ -1,7 +1,7 @@
-"""The CRC-32 of two stretches from the CRC-32 of each, where the library that does it in C is missing.
+"""Combines the CRC-32s of two parts of a message, where isal, which does it in C, is missing.
 
-Appending n zero bytes to a message multiplies its CRC by x^(8n) modulo the polynomial, over GF(2): n is taken bit by
-bit with x^8, x^16, x^32, …, so that it takes 40 products for any length.
+Appending n zero bytes to a message multiplies its CRC by x^(8n) modulo the polynomial, over GF(2). The code goes
+through the bits of n with x^8, x^16, x^32, …, so it takes 40 products for any length.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ _POLYNOMIAL = 0xEDB88320  # CRC-32's, with the lowest power in the highest bit
 
 
 def crc32_combine(first: int, second: int, length: int) -> int:
-    """The CRC-32 of A + B, given those of A and B and the length of B."""
+    """Return the CRC-32 of A + B, given those of A and B and the length of B."""
     power = 1 << 23  # x^8
     while length:
         if length & 1:

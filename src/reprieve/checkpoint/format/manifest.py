@@ -24,7 +24,7 @@ from reprieve.storage.disk import DAMAGE, PAGE
 MANIFEST = "reprieve-manifest.json"
 SENTINEL = "checkpoint-is-incomplete.txt"
 ARCHIVE_MARK = b"reprieve: "
-"""What the comment at the end of our torch files begins with."""
+"""The start of the comment at the end of Reprieve's torch files."""
 FORMAT = "reprieve-checkpoint"
 VERSION = 1
 
@@ -33,22 +33,22 @@ _DIGEST = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """One file of a checkpoint."""
+    """What the manifest records about one file of a checkpoint."""
 
     bytes: int
     xxh3_128: str
-    """Over the blocks' checksums."""
+    """The file's checksum, computed from the blocks' checksums."""
     blocks: Sequence[str]
-    """XXH3-128 of each block of the file, the last one shorter."""
+    """The XXH3-128 of each block of the file. The last block may be shorter."""
     starts: Sequence[int] | None = None
-    """Where each block starts, in a file that several ranks wrote; otherwise every `block_bytes`."""
+    """Where each block starts, in a file that several ranks wrote; None if every `block_bytes`."""
 
     @classmethod
     def of(cls, size: int, blocks: Sequence[str], starts: Sequence[int] | None = None) -> FileEntry:
         return cls(size, file_digest(blocks), tuple(blocks), None if starts is None else tuple(starts))
 
     def edges(self, block_bytes: int) -> list[int]:
-        """Where the blocks start, and where the last one ends."""
+        """Return where the blocks start, and where the last block ends."""
         if self.starts is None:
             return [*range(0, self.bytes, block_bytes), self.bytes]
         return [*self.starts, self.bytes]
@@ -62,10 +62,10 @@ class FileEntry:
             and list(self.starts[:1]) == [0] * bool(self.bytes)
         ):
             raise InvalidCheckpoint(f"{MANIFEST} has no sensible starts of blocks for {name}")
-        # Counted before anything is made of it: a hostile size must not become a list of that length.
-        wanted = -(-self.bytes // block_bytes) if self.starts is None else len(self.starts)
+        # Computed before `edges` builds a list: a hostile size must not become a list of that length.
+        expected = -(-self.bytes // block_bytes) if self.starts is None else len(self.starts)
         blocks = self.blocks if isinstance(self.blocks, list | tuple) else []
-        if len(blocks) != wanted or not all(isinstance(one, str) and _DIGEST.fullmatch(one) for one in blocks):
+        if len(blocks) != expected or not all(isinstance(text, str) and _DIGEST.fullmatch(text) for text in blocks):
             raise InvalidCheckpoint(f"{MANIFEST} does not have a checksum for each block of {name}")
         edges = itertools.pairwise(self.edges(block_bytes))
         if any(not 0 < after - before <= block_bytes for before, after in edges):
@@ -76,24 +76,24 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a checkpoint says of itself."""
+    """The content of a checkpoint's manifest."""
 
     step: int
     epoch: float | None = None
     created: str
-    """UTC, ISO 8601."""
+    """When the save began, in UTC and ISO 8601."""
     run: str
     attempt: int
     parent: str | None = None
-    """Name of the checkpoint that this attempt resumed from; null after a fresh start."""
+    """The name of the checkpoint that this attempt resumed from; None after a fresh start."""
     world_size: int = 1
     versions: Mapping[str, str] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     block_bytes: int = BLOCK_BYTES
     state: Sequence[str] = ()
-    """Names of the objects that were saved."""
+    """The names of the saved objects."""
     unrequested: bool = False
-    """A stop or Reprieve's own schedule saved it, besides what the script's save strategy asks for."""
+    """Whether a stop or Reprieve's own schedule requested the save, not the script's save strategy."""
     files: Mapping[str, FileEntry]
 
     @property
@@ -112,14 +112,14 @@ class Manifest:
 
     @classmethod
     def decode(cls, data: bytes) -> Manifest:
-        """Raises InvalidCheckpoint unless every part of it is as it should be."""
+        """Parse a manifest. Raises InvalidCheckpoint unless every part of it is valid."""
         try:
             document = json.loads(data)
             body, digest = document["manifest"], document["xxh3_128"]
-            own = digest_of(_canonical(body))
+            expected = digest_of(_canonical(body))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise InvalidCheckpoint(f"{MANIFEST} is not readable: {error}") from error
-        if digest != own:
+        if digest != expected:
             raise InvalidCheckpoint(f"{MANIFEST} does not match its own checksum")
         if not isinstance(body, dict) or body.pop("format", None) != FORMAT:
             raise InvalidCheckpoint(f"{MANIFEST} is not a manifest of Reprieve")
@@ -133,14 +133,14 @@ class Manifest:
             raise InvalidCheckpoint(f"{MANIFEST} has fields that this version does not know: {error}") from error
         manifest._check()
         if manifest.encode() != data:
-            raise InvalidCheckpoint(f"{MANIFEST} is not written as it should be: its bytes were changed")
+            raise InvalidCheckpoint(f"{MANIFEST} is not in canonical form: its bytes were changed")
         return manifest
 
     def _check(self) -> None:
-        for name, good in {
+        for name, is_valid in {
             "step": type(self.step) is int and self.step >= 0,
             "epoch": self.epoch is None or type(self.epoch) in (int, float),
-            "created": _is_moment(self.created),
+            "created": _is_timestamp(self.created),
             "run": isinstance(self.run, str),
             "attempt": type(self.attempt) is int,
             "parent": self.parent is None or isinstance(self.parent, str),
@@ -153,7 +153,7 @@ class Manifest:
             "state": isinstance(self.state, list | tuple) and all(isinstance(name, str) for name in self.state),
             "unrequested": type(self.unrequested) is bool,
         }.items():
-            if not good:
+            if not is_valid:
                 raise InvalidCheckpoint(f"{MANIFEST} has no sensible {name}")
         for name, entry in self.files.items():
             entry._check(name, self.block_bytes)
@@ -183,7 +183,7 @@ def _checked_name(name: str) -> str:
     return name
 
 
-def _is_moment(text: object) -> bool:
+def _is_timestamp(text: object) -> bool:
     try:
         return isinstance(text, str) and datetime.fromisoformat(text).tzinfo is not None
     except ValueError:

@@ -1,8 +1,8 @@
-"""The safetensors format, laid out for the streaming writer: an 8-byte length, a JSON header, the tensors' bytes.
+"""Layouts of safetensors files: an 8-byte length, a JSON header, the tensors' bytes.
 
-Tensors are ordered by element size, then name, as the reference implementation does, so that each one is aligned to
-its own type. A tensor that appears under several names (tied weights) is stored once; the header's metadata
-maps the other names to it, in the way `safetensors.torch.save_model` does.
+As in the reference implementation, tensors are ordered by element size, then name, so that each is aligned to its own
+type. A tensor with several names (tied weights) is stored once; the header's metadata maps the other names to it, as
+`safetensors.torch.save_model` does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from reprieve.checkpoint.format.shards import is_sharded, whole_bytes
 from reprieve.errors import StateError
 
 _FORMAT = "format"
-"""The header's own metadata: no tensor of this name can be tied to another."""
+"""A key of the header's metadata: a tensor of this name cannot be tied to another."""
 
 _NAMES = {
     "float64": "F64",
@@ -40,16 +40,16 @@ _NAMES = {
 }
 
 DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for name, code in _NAMES.items() if hasattr(torch, name)}
-"""What the format can hold, by its own names; everything else goes into a torch file."""
+"""The dtypes that the format can hold, by its names for them. Other tensors go into a torch file."""
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 def can_hold(value: object) -> bool:
-    """Is this a plain tensor of a type that safetensors knows?"""
+    """Return whether the value is a plain tensor of a dtype that safetensors has."""
     return (
         isinstance(value, torch.Tensor)
-        # Subclasses carry more than their bytes; but for those whose bytes are spread over ranks.
+        # Subclasses carry more than their bytes, except sharded tensors.
         and (type(value) in (torch.Tensor, torch.nn.Parameter) or is_sharded(value))
         and value.dtype in _CODES
         and value.layout is torch.strided
@@ -65,10 +65,10 @@ def layout_safetensors(
     ties: Mapping[str, str] | None = None,
     of_rank_0: Collection[str] = (),
 ) -> list[FileLayout]:
-    """`name.safetensors`, or above `shard_bytes` `name-00001-of-0000n.safetensors` with the stock index file.
+    """Lay out `name.safetensors`, or above `shard_bytes` `name-00001-of-0000n.safetensors` with the stock index file.
 
-    `ties`: names whose tensor is known to be that of another name; others are found by their memory.
-    `of_rank_0`: tensors that are not the same on all ranks, of which rank 0's are written.
+    `ties`: names of tensors that are known to be another name's tensor. Other ties are found by their memory.
+    `of_rank_0`: tensors that differ between ranks, of which rank 0's are written.
     """
     kept, tied = _fold_ties(tensors, ties or {})
     metadata = {_FORMAT: "pt", **tied}
@@ -87,16 +87,16 @@ def layout_safetensors(
 def layout_one(
     name: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None, of_rank_0: Collection[str] = ()
 ) -> FileLayout:
-    """One file, under just these names."""
-    # Those of one rank side by side: the more there is in one piece, the better it can be divided among the ranks.
+    """Lay out one file with tensors of exactly these names."""
+    # Rank 0's tensors are side by side: the longer the runs, the more evenly ranks can divide them.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0] in of_rank_0, item[0]))
     header: dict[str, object] = {"__metadata__": metadata} if metadata is not None else {}
     position = 0
     for key, tensor in ordered:
         if tensor.is_meta:
             raise StateError(
-                f"{name}: {key} is on the meta device and has no data to save: materialise the model "
-                "(`to_empty`, then initialise or load it) before the first save"
+                f"{name}: {key} is on the meta device and has no data to save: materialize the model "
+                "(`to_empty`, then initialize or load it) before the first save"
             )
         header[key] = {
             "dtype": _CODES[tensor.dtype],
@@ -116,8 +116,10 @@ def layout_one(
 def _fold_ties(
     tensors: Mapping[str, torch.Tensor], ties: Mapping[str, str]
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Tensors under their first name, and the other names of each. Views that overlap without being the same tensor
-    are kept apart: their values come back, which is all that loading into a live model needs."""
+    """Return the tensors under their first names, and the first name of each other name.
+
+    Views that overlap without being the same tensor stay separate. Loading into a live model needs only their values.
+    """
     kept: dict[str, torch.Tensor] = {}
     tied: dict[str, str] = {}
     first: dict[tuple[object, ...], str] = {}
@@ -125,11 +127,11 @@ def _fold_ties(
         if ties.get(key) in kept and key != _FORMAT:
             tied[key] = ties[key]
             continue
-        # Memory says nothing about one that is spread over ranks: a rank may hold none of it.
+        # Memory does not identify a sharded tensor: a rank may hold none of it.
         if tensor.nbytes == 0 or tensor.is_meta or key == _FORMAT or is_sharded(tensor):
             kept[key] = tensor
             continue
-        lazy = tensor.is_conj(), tensor.is_neg()  # views that show other values than their memory holds
+        lazy = tensor.is_conj(), tensor.is_neg()  # views whose values differ from their memory
         identity = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), lazy)
         if identity in first:
             tied[key] = first[identity]

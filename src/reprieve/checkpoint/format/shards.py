@@ -1,8 +1,8 @@
-"""Tensors that are spread over ranks (`DTensor`): which rank holds which bytes of the whole.
+"""Sharded tensors (`DTensor`): which rank holds which bytes of the whole tensor.
 
-A whole tensor is one run of bytes in a file. What is sharded along its first dimension falls into as many ranges, one
-after the other, each held by one rank or by several replicas (HSDP): they are written to their places without being
-gathered. Any other placement would scatter a rank's bytes over the file a row at a time; it is refused by name.
+A file stores the whole tensor contiguously. A tensor that is sharded along its first dimension consists of contiguous
+ranges, each held by one rank or by several replicas (HSDP), so ranks write them in place without gathering. Any other
+placement would scatter a rank's bytes over the file row by row; it raises StateError.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ class Shard:
 
 
 def is_sharded(value: object) -> bool:
-    """Is it a DTensor? Asked without importing what a plain run never needs."""
+    """Return whether the value is a DTensor, without importing a module that a plain run never needs."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def whole_bytes(tensor: torch.Tensor) -> int:
-    """Of all shards together; a plain tensor's own."""
+    """Return the bytes of all shards together, or of a plain tensor."""
     return tensor.numel() * tensor.element_size()
 
 
 def local_part(tensor: Any) -> torch.Tensor:
-    """The shard that this rank holds."""
-    with torch.no_grad():  # or it would be a view that knows its way back: a hundred times as slow
+    """Return the shard that this rank holds."""
+    with torch.no_grad():  # otherwise autograd records the view, which is a hundred times as slow
         local: torch.Tensor = tensor.to_local()
     return (local.wait() if hasattr(local, "wait") else local).detach()
 
 
 def shards_of(name: str, tensor: Any) -> list[Shard]:
-    """The ranges that cover the whole tensor, in order. The same on every rank."""
+    """Return the ranges that cover the whole tensor, in order. They are the same on every rank."""
     rows, row_bytes = _rows(tensor)
     _check_placements(name, tensor)
     return [
@@ -57,7 +57,7 @@ def shards_of(name: str, tensor: Any) -> list[Shard]:
 
 
 def own_range(name: str, tensor: Any) -> tuple[int, int]:
-    """The bytes of the whole tensor that `local_part` is."""
+    """Return which bytes of the whole tensor `local_part` is."""
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:  # this rank is not in the tensor's mesh
         return 0, 0
@@ -65,12 +65,12 @@ def own_range(name: str, tensor: Any) -> tuple[int, int]:
     _check_placements(name, tensor)
     first, last = _rows_at(coordinate, tensor.device_mesh.shape, tensor.placements, rows)
     if (last - first) * row_bytes != local_part(tensor).nbytes:
-        raise StateError(f"{name} is spread over the ranks in a way that is not known here: {tensor.placements}")
+        raise StateError(f"{name} is sharded over the ranks in a way that Reprieve does not know: {tensor.placements}")
     return first * row_bytes, last * row_bytes
 
 
 def from_local(local: torch.Tensor, like: Any) -> torch.Tensor:
-    """A tensor that is spread over the ranks as `like` is, with this shard of it here."""
+    """Return a tensor that is sharded as `like` is, with `local` as this rank's shard."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
@@ -79,24 +79,24 @@ def from_local(local: torch.Tensor, like: Any) -> torch.Tensor:
 
 
 def _rows(tensor: Any) -> tuple[int, int]:
-    """How many there are, and the bytes of one."""
+    """Return the number of rows and the bytes of each."""
     rows = tensor.shape[0] if tensor.ndim else 1
     return rows, whole_bytes(tensor) // rows if rows else 0
 
 
 def _check_placements(name: str, tensor: Any) -> None:
-    for place in tensor.placements:
-        if not place.is_replicate() and (type(place).__name__ != "Shard" or place.dim != 0):
+    for placement in tensor.placements:
+        if not placement.is_replicate() and (type(placement).__name__ != "Shard" or placement.dim != 0):
             raise StateError(
-                f"{name} is placed as {place} over the ranks; only Shard(0) and Replicate() can be written into one "
-                "file without gathering. Save it with torch.distributed.checkpoint and reprieve.dcp.StorageWriter, "
+                f"{name} is placed as {placement} over the ranks; only Shard(0) and Replicate() can be written into "
+                "one file without gathering. Save it with torch.distributed.checkpoint and reprieve.dcp.StorageWriter, "
                 "which take any placement"
             )
 
 
 @functools.lru_cache(maxsize=1024)
 def _held(mesh: Any, placements: tuple[Any, ...], rows: int) -> list[tuple[int, int, tuple[int, ...]]]:
-    """Ranges of rows and the ranks that hold them. Kept: a model has few heights, and a large mesh takes its time."""
+    """Return ranges of rows with the ranks that hold them. Cached: a large mesh takes long, and row counts repeat."""
     holders: dict[tuple[int, int], list[int]] = {}
     coordinates = itertools.product(*(range(count) for count in mesh.shape))
     for coordinate, rank in zip(coordinates, mesh.mesh.flatten().tolist(), strict=True):
@@ -108,9 +108,9 @@ def _held(mesh: Any, placements: tuple[Any, ...], rows: int) -> list[tuple[int, 
 
 def _rows_at(coordinate: Sequence[int], shape: Sequence[int], placements: Sequence[Any], rows: int) -> tuple[int, int]:
     first, last = 0, rows
-    for place, count, index in zip(placements, shape, coordinate, strict=True):
-        if not place.is_replicate():
-            # As torch.chunk does: all of one size, the last ones shorter or empty.
+    for placement, count, index in zip(placements, shape, coordinate, strict=True):
+        if not placement.is_replicate():
+            # As torch.chunk does: shards of equal size, the last ones shorter or empty.
             size = -(-(last - first) // count)
             first, last = min(first + index * size, last), min(first + (index + 1) * size, last)
     return first, last

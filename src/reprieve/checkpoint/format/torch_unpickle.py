@@ -22,21 +22,21 @@ Storages = Callable[[str, int, str], torch.UntypedStorage]
 
 
 def unpickle(name: str, pickled: bytes, storages: Storages, sparse: list[torch.Tensor] | None = None) -> Any:
-    """The object tree, with storages from the caller and without running anything that is not known to be safe.
+    """Return the object tree, with storages from the caller. Runs nothing that is not known to be safe.
 
-    Sparse tensors are added to `sparse`: their storages have no content yet, so they cannot be validated here.
+    Adds sparse tensors to `sparse`: their storages have no content yet, so they cannot be validated here.
     """
 
     def persistent_load(saved: tuple[Any, ...]) -> torch.storage.TypedStorage:
-        kind_of, kind, key, location, count = saved
-        if kind_of != "storage":
-            raise pickle.UnpicklingError(f"unknown persistent id {kind_of!r}")
+        tag, kind, key, location, count = saved
+        if tag != "storage":
+            raise pickle.UnpicklingError(f"unknown persistent id {tag!r}")
         dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
         storage = storages(key, count * dtype.itemsize, location)
         return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
-    waiting = torch._utils._sparse_tensors_to_validate  # of the next torch.load, which must not see ours
-    before = len(waiting)
+    pending = torch._utils._sparse_tensors_to_validate  # the next torch.load must not find our tensors in it
+    before = len(pending)
     unpickler = _weights_only_unpickler.Unpickler(io.BytesIO(pickled), encoding="utf-8")
     unpickler.persistent_load = persistent_load  # type: ignore[method-assign]
     try:
@@ -45,14 +45,14 @@ def unpickle(name: str, pickled: bytes, storages: Storages, sparse: list[torch.T
         raise
     except pickle.UnpicklingError as error:
         raise UnsafeState(f"{name} holds something that is not safe to load: {error}") from error
-    except Exception as error:  # a hostile or damaged pickle can make the machine fail in any way
+    except Exception as error:  # a hostile or damaged pickle can make the unpickler fail in any way
         raise InvalidCheckpoint(f"{name} has a pickle that cannot be read: {error!r}") from error
     finally:
         if sparse is not None:
-            sparse += waiting[before:]
-        del waiting[before:]
+            sparse += pending[before:]
+        del pending[before:]
 
 
 def meta_storage(_key: str, size: int, _location: str) -> torch.UntypedStorage:
-    """A storage without memory, for when only the structure is wanted."""
+    """Return a storage without memory, for callers that need only the structure."""
     return torch.UntypedStorage(size, device="meta")

@@ -1,1 +1,1 @@
-"""Bytes to storage and back: who writes which pages, the writer, the verifying reader."""
+"""Bytes to storage and back: the partition among ranks, the writer, the verifying reader."""

@@ -1,4 +1,4 @@
-"""Where restored bytes go: memory of CPU tensors and of GPUs. The counterpart of the sources in `layout`."""
+"""Where restored bytes go: memory of CPU tensors and of GPUs. The counterpart of the sources in `format/layout.py`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class DeviceDestination:
 
 
 def destination_of(storage: torch.UntypedStorage) -> Destination:
-    """The whole of a storage."""
+    """Return a destination for all bytes of a storage."""
     if storage.device.type == "cpu":
         return HostDestination(storage.data_ptr(), storage)
     flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
@@ -54,7 +54,7 @@ def destination_of(storage: torch.UntypedStorage) -> Destination:
 
 
 def tensor_destination(tensor: torch.Tensor) -> Destination:
-    """The bytes of a contiguous tensor."""
+    """Return a destination for the bytes of a contiguous tensor."""
     if tensor.device.type == "cpu":
         return HostDestination(tensor.data_ptr(), tensor)
     return DeviceDestination(flat_bytes(tensor))

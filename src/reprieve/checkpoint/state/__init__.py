@@ -1,1 +1,1 @@
-"""What is saved: the named objects of a training state and their fingerprints."""
+"""What is saved: the named objects of a training state, and their fingerprints."""

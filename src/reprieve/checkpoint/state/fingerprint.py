@@ -1,7 +1,7 @@
-"""Fingerprints of a training state, one for each part: equal ones hold the same bits.
+"""Fingerprints of the parts of a training state: parts with equal fingerprints have the same bits.
 
-`reprieve drill` compares those at a stop with those after the restart. Each rank has its own, of what it holds itself:
-there are no collectives here.
+`reprieve drill` compares the fingerprints at a stop with those after the restart. Each rank takes them of what it holds
+itself; there are no collectives here.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def parts_of(state: State, rank: int, *, rng: bool = True) -> dict[str, Any]:
-    """The named parts of a state, and the random numbers."""
+    """Return the parts of a state by name, the random number generators among them."""
     captured = state.captured(rng=rng)
     parts: dict[str, Any] = {}
     for name, tensors in captured.modules.items():
-        # DDP overwrites the buffers of other ranks with rank 0's at the next step: only those of rank 0 are saved.
+        # DDP overwrites the other ranks' buffers with rank 0's at the next step, so only those of rank 0 are saved.
         skipped = captured.buffers[name] if rank != 0 and name not in state.own_buffers else set()
         entries = {**tensors, **captured.extras[name]}
         parts[name] = {key: value for key, value in entries.items() if key not in skipped}
@@ -35,17 +35,17 @@ def parts_of(state: State, rank: int, *, rng: bool = True) -> dict[str, Any]:
 
 
 def fingerprints(parts: Mapping[str, Any]) -> dict[str, str]:
-    """The fingerprint of each part."""
-    found = {}
+    """Return the fingerprint of each part."""
+    result = {}
     for name, part in parts.items():
         digest = xxhash.xxh3_128()
         _add(digest, part)
-        found[name] = str(digest.hexdigest())
-    return found
+        result[name] = str(digest.hexdigest())
+    return result
 
 
 def _add(digest: Any, value: Any) -> None:
-    """Every value with its kind and length before it: different values must not look the same."""
+    """Hash a value after its type and length, so that different values do not hash alike."""
     if isinstance(value, torch.Tensor):
         _add_tensor(digest, value)
     elif isinstance(value, Mapping):
@@ -53,7 +53,7 @@ def _add(digest: Any, value: Any) -> None:
         for key, item in sorted(value.items(), key=lambda item: repr(item[0])):
             digest.update(repr(key).encode())
             _add(digest, item)
-    elif isinstance(value, list | tuple):  # which of the two may change on the way through a file
+    elif isinstance(value, list | tuple):  # a file may turn one into the other
         digest.update(f"sequence {len(value)} ".encode())
         for item in value:
             _add(digest, item)
@@ -61,10 +61,10 @@ def _add(digest: Any, value: Any) -> None:
         _add(digest, sorted(value, key=repr))
     elif isinstance(value, bytes):
         digest.update(f"bytes {len(value)} ".encode() + value)
-    elif hasattr(value, "tobytes"):  # numpy's
+    elif hasattr(value, "tobytes"):  # numpy arrays and scalars
         digest.update(f"{value.dtype} {value.shape} ".encode() + value.tobytes())
     else:
-        # Objects without a representation of their own show their address, which is another one in each process.
+        # The default repr contains the object's address, which differs between processes.
         digest.update(f"{type(value).__name__} {_ADDRESS.sub('', repr(value))} ".encode())
 
 

@@ -1,14 +1,14 @@
-"""What belongs to a run: named objects, and the random number generators.
+"""The training state of a run: named objects, and the random number generators.
 
     modules               → <name>.safetensors     (what safetensors cannot hold → <name>.extra.pt)
     torch.Generator       → rng_state.pth          beside the global generators
     state_dict/load_…     → <name>.pt              optimizers, schedulers, scalers, data loaders, anything with the pair
     dict, list, tensor    → <name>.pt              plain values, restored in place
 
-Among several ranks, modules and optimizers are one thing of which each rank has all or a shard; schedulers and scalers
-are the same everywhere; everything else (data loaders, random numbers, plain values) is each rank's own.
+In a job of several ranks, each rank holds all or a shard of modules and optimizers. Schedulers and scalers are the same
+on every rank. Everything else (data loaders, random numbers, plain values) belongs to each rank alone.
 
-`captured()` is a view, not a copy: it must be written or staged before training goes on.
+`State.captured` returns references, not copies: they must be written or staged before training continues.
 """
 
 from __future__ import annotations
@@ -32,41 +32,44 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_]*")
 
 
 class Sharing(Enum):
-    """Whose a part of the state is, among several ranks."""
+    """How several ranks hold a part of the state."""
 
-    ALL = "each rank has all of it, or a shard"
-    FIRST = "the same everywhere: rank 0's is saved"
-    OWN = "each rank's own"
+    ALL = "each rank holds all of it, or a shard"
+    FIRST = "the same on every rank: rank 0's is saved"
+    OWN = "each rank has its own"
 
 
 @dataclass(slots=True)
 class Captured:
-    """The state at one moment, as references to live tensors."""
+    """A training state as references to live tensors."""
 
     modules: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     ties: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Per module: names of a parameter that has another name before."""
+    """Per module: further names of a parameter, each with the first one."""
     buffers: dict[str, set[str]] = field(default_factory=dict)
-    """Per module: those of its tensors that are buffers. They are not the same on all ranks."""
+    """Per module: the names of its buffers, which can differ between ranks."""
     extras: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Per module: entries that safetensors cannot hold."""
+    """Per module: entries of its state_dict that safetensors cannot hold."""
     trees: dict[str, Any] = field(default_factory=dict)
     configs: dict[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 class State:
-    """The named objects of a run."""
+    """The named objects of a run, grouped by how they are saved."""
 
     def __init__(self, objects: Mapping[str, object]) -> None:
         self.modules: dict[str, torch.nn.Module] = {}
         self.own_buffers: set[str] = set()
-        """Modules whose buffers each rank keeps for itself; DDP makes those of the others rank 0's at every step."""
+        """Modules whose buffers each rank keeps for itself. In the others, DDP broadcasts rank 0's at every step."""
         self.stateful: dict[str, Any] = {}
         self.plain: dict[str, dict[Any, Any] | list[Any] | torch.Tensor] = {}
         self.generators: dict[str, torch.Generator] = {}
         for name, obj in objects.items():
             if not _NAME.fullmatch(name) or name in (RNG, VALUES):
-                raise ConfigError(f"{name!r} cannot be the name of a part of the state: it names a file")
+                raise ConfigError(
+                    f"{name!r} cannot name a part of the state, because its file is named after it: use letters, digits"
+                    f" and underscores, and neither {RNG!r} nor {VALUES!r}"
+                )
             _refuse_deepspeed(name, obj)
             if isinstance(obj, torch.nn.Module):
                 self.modules[name] = unwrap(obj)
@@ -80,7 +83,7 @@ class State:
                 self.plain[name] = obj
             else:
                 raise ConfigError(
-                    f"{name} is a {type(obj).__name__}, which cannot be restored in place: give an object with "
+                    f"{name} is a {type(obj).__name__}, which cannot be restored in place: use an object with "
                     "state_dict and load_state_dict, a dict, a list or a tensor, or pass it to save(values=…)"
                 )
 
@@ -89,7 +92,7 @@ class State:
         return sorted([*self.modules, *self.stateful, *self.plain])
 
     def sharing(self, name: str) -> Sharing:
-        """Whose the tree of this name is."""
+        """Return how several ranks hold the object of this name."""
         obj = self.stateful.get(name)
         if hasattr(obj, "param_groups"):
             return Sharing.ALL
@@ -98,6 +101,7 @@ class State:
         return Sharing.OWN
 
     def captured(self, values: Mapping[str, Any] | None = None, *, rng: bool = True) -> Captured:
+        """Return the state as it is now, with `values` in addition; with `rng`, the global generators too."""
         out = Captured()
         for name, module in self.modules.items():
             full = module.state_dict()
@@ -120,7 +124,7 @@ class State:
 
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
-    """The module itself: wrappers (compile, DDP) would put a prefix before every key of a stock checkpoint."""
+    """Return the module inside wrappers (compile, DDP), which would add a prefix to every key of a checkpoint."""
     while True:
         if isinstance(inner := getattr(module, "_orig_mod", None), torch.nn.Module):
             module = inner
@@ -137,33 +141,36 @@ def _broadcasts_buffers(module: torch.nn.Module) -> bool:
 
 
 def _ties(module: torch.nn.Module) -> dict[str, str]:
-    """The second and further names of each parameter, and its first."""
+    """Map the second and further names of each parameter to its first."""
     first: dict[int, str] = {}
     ties: dict[str, str] = {}
     for key, parameter in module.named_parameters(remove_duplicate=False):
-        if (known := first.setdefault(id(parameter), key)) != key:
-            ties[key] = known
+        if (first_name := first.setdefault(id(parameter), key)) != key:
+            ties[key] = first_name
     return ties
 
 
 def _refuse_deepspeed(name: str, obj: object) -> None:
-    """Its engine divides a state among ranks in a way of its own: what each would give us are no replicas."""
+    """Raise ConfigError for objects of DeepSpeed: its engine shards the state in its own way."""
     by_name = any("deepspeed" in kind.__module__ for kind in type(obj).__mro__)
-    if by_name or (isinstance(obj, torch.nn.Module) and any(hasattr(one, "ds_id") for one in obj.parameters())):
+    if by_name or (
+        isinstance(obj, torch.nn.Module) and any(hasattr(parameter, "ds_id") for parameter in obj.parameters())
+    ):
         raise ConfigError(
-            f"{name} is DeepSpeed's, which saves and loads its state itself. With a transformers.Trainer Reprieve sees "
-            "to that (reprieve.transformers.protect, reprieve run); in a loop of your own use FSDP2 (fully_shard)"
+            f"{name} is DeepSpeed's, which saves and loads its state itself. Reprieve supports it in a "
+            "transformers.Trainer (reprieve.transformers.protect, reprieve run). In your own loop, use FSDP2 "
+            "(fully_shard)"
         )
 
 
 def _refuse_sharded(name: str, extras: Mapping[str, Any]) -> None:
     for key, value in extras.items():
         if is_sharded(value):
-            raise StateError(f"{name}.{key} is spread over ranks and of a type that safetensors lacks ({value.dtype})")
+            raise StateError(f"{name}.{key} is sharded and has a dtype that safetensors lacks ({value.dtype})")
 
 
 def _config_of(module: torch.nn.Module) -> Mapping[str, Any]:
-    """config.json, with which transformers' `from_pretrained` knows what to build."""
+    """Return config.json, which tells transformers' `from_pretrained` what to build."""
     import json
 
     config: dict[str, Any] = json.loads(module.config.to_json_string())  # type: ignore[union-attr,operator]

@@ -1,4 +1,4 @@
-"""CRCs put together from those of stretches."""
+"""CRC-32s combined from those of parts."""
 
 from __future__ import annotations
 
@@ -23,31 +23,30 @@ CRCS = st.integers(0, 2**32 - 1)
 @example(0, 0, 0)
 @example(2**32 - 1, 2**32 - 1, 2**63 - 1)
 @example(1, 0, 1)
-def test_the_slow_way_is_the_fast_way(first: int, second: int, length: int) -> None:
+def test_the_fallback_equals_isal(first: int, second: int, length: int) -> None:
     assert crc_combine.crc32_combine(first, second, length) == isal_zlib.crc32_combine(first, second, length)
 
 
 @given(st.lists(st.binary(max_size=300), max_size=12), st.randoms(use_true_random=False))
-def test_stretches_in_any_order(stretches: list[bytes], chance: random.Random) -> None:
-    """Empty ones, too, and none at all; as the ranks tell them, in lists."""
-    known, at = [], 1000
-    for stretch in stretches:
-        known.append([at, len(stretch), crc32(stretch)])
-        at += len(stretch)
-    whole = zlib.crc32(b"".join(stretches))
-    chance.shuffle(known)
-    assert combined_crc(known) == whole
+def test_parts_in_any_order(parts: list[bytes], chance: random.Random) -> None:
+    """Also empty parts, and no parts at all. Ranks send lists, not tuples."""
+    crc_parts, offset = [], 1000
+    for part in parts:
+        crc_parts.append([offset, len(part), crc32(part)])
+        offset += len(part)
+    chance.shuffle(crc_parts)
+    assert combined_crc(crc_parts) == zlib.crc32(b"".join(parts))
 
 
-def test_without_the_library() -> None:
-    """The same numbers where there is no wheel."""
+def test_without_isal() -> None:
+    """The values are the same where isal has no wheel."""
     program = """
 import sys, zlib
 sys.modules["isal"] = None
 from reprieve.checkpoint.format import checksum
 assert checksum.crc32 is zlib.crc32
 parts = [b"one", b"", b"two" * 1000]
-stretches = [(sum(map(len, parts[:n])), len(part), zlib.crc32(part)) for n, part in enumerate(parts)]
-assert checksum.combined_crc(reversed(stretches)) == zlib.crc32(b"".join(parts))
+crc_parts = [(sum(map(len, parts[:n])), len(part), zlib.crc32(part)) for n, part in enumerate(parts)]
+assert checksum.combined_crc(reversed(crc_parts)) == zlib.crc32(b"".join(parts))
 """
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0

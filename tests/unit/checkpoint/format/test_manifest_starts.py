@@ -1,4 +1,4 @@
-"""Where the blocks of a file start: what a manifest may say, and what is refused before anything is made of it."""
+"""Where the blocks of a file start: what a manifest may contain, and what it refuses before using it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DIGEST = "0123456789abcdef" * 2
 
 
 def encoded(entry: dict[str, Any], **changes: Any) -> bytes:
-    """A manifest as somebody else might write it, whose own checksum holds."""
+    """Return a manifest that another program might write, with a correct checksum of its own."""
     body = json.loads(manifest().encode())["manifest"]
     body |= {"files": {"file": entry}, **changes}
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
@@ -96,10 +96,14 @@ def test_bad_starts_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("size", [10**12, 2**62, 10**100])
-def test_a_size_that_nobody_wrote_takes_no_memory(size: int) -> None:
-    """Neither the list of its blocks nor anything else is made."""
-    for one in ({"bytes": size, "blocks": [], "xxh3_128": file_digest([])}, entry(size, [0]), entry(size, [0, PAGE])):
-        data = encoded(one)
+def test_a_hostile_size_takes_no_memory(size: int) -> None:
+    """Neither the list of its blocks nor anything else of that size is built."""
+    for file_entry in (
+        {"bytes": size, "blocks": [], "xxh3_128": file_digest([])},
+        entry(size, [0]),
+        entry(size, [0, PAGE]),
+    ):
+        data = encoded(file_entry)
         tracemalloc.start()
         started = time.process_time()
         with pytest.raises(InvalidCheckpoint):
@@ -111,7 +115,7 @@ def test_a_size_that_nobody_wrote_takes_no_memory(size: int) -> None:
 
 DEEP = b"[" * 100_000
 
-NO_MANIFEST = {
+NOT_A_MANIFEST = {
     "deep": DEEP,
     "deep objects": b'{"manifest":' * 100_000,
     "deep and closed": b'{"manifest": ' + DEEP + DEEP.replace(b"[", b"]") + b', "xxh3_128": ""}',
@@ -123,15 +127,15 @@ NO_MANIFEST = {
 }
 
 
-@pytest.mark.parametrize("name", NO_MANIFEST)
-def test_what_is_no_manifest(name: str) -> None:
+@pytest.mark.parametrize("name", NOT_A_MANIFEST)
+def test_what_is_not_a_manifest_is_refused(name: str) -> None:
     with pytest.raises(InvalidCheckpoint):
-        Manifest.decode(NO_MANIFEST[name])
+        Manifest.decode(NOT_A_MANIFEST[name])
 
 
 @pytest.mark.parametrize("depth", [2, 300, 900])
 @pytest.mark.parametrize("member", ["versions", "metrics", "state", "files", "parent", "epoch"])
-def test_nothing_is_deeper_than_it_should_be(member: str, depth: int) -> None:
+def test_nested_values_are_refused(member: str, depth: int) -> None:
     nested: Any = "x"
     for _ in range(depth):
         nested = [nested]
@@ -140,8 +144,8 @@ def test_nothing_is_deeper_than_it_should_be(member: str, depth: int) -> None:
         Manifest.decode(encoded(entry(1, [0]), **{member: value}))
 
 
-def test_starts_that_say_nothing_are_not_written() -> None:
-    """One spelling: a file in blocks of the usual size has none."""
+def test_default_starts_are_not_written() -> None:
+    """There is one encoding: a file in blocks of the default size has no `starts`."""
     plain = FileEntry.of(3, [DIGEST])
     assert b"starts" not in manifest(files={"file": plain}).encode()
     with pytest.raises(InvalidCheckpoint):

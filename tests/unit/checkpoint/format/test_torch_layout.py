@@ -1,4 +1,4 @@
-"""Torch files as the engine writes them: stock `torch.load`, `zipfile` and the engine's own reader all agree."""
+"""Torch files that the engine writes: stock `torch.load`, `zipfile` and the engine's reader load the same."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ from tests.support.helpers import assert_same, bits, pool, write_layouts
 from tests.support.tensors import BASE, DTYPES, random_bits
 
 
-def written(folder: Path, tree: Any) -> Path:
+def write_tree(folder: Path, tree: Any) -> Path:
     write_layouts(folder, [layout_torch("state.pt", tree)])
     return folder / "state.pt"
 
 
 def read_back(path: Path) -> Any:
-    """Through the engine's own reader."""
+    """Load a file through the engine's own reader."""
     with Reader(path.parent, pool) as reader:
         file = TorchFile(reader.open(path.name, None))
-        held: dict[str, torch.UntypedStorage] = {}
+        storages: dict[str, torch.UntypedStorage] = {}
 
         def storage(key: str, size: int, _location: str) -> torch.UntypedStorage:
-            if key not in held:
-                held[key] = torch.UntypedStorage(size)
-                file.read_into(key, held[key])
-            return held[key]
+            if key not in storages:
+                storages[key] = torch.UntypedStorage(size)
+                file.read_into(key, storages[key])
+            return storages[key]
 
         tree = file.load(storage)
         reader.run()
     return tree
 
 
-def stock(path: Path) -> Any:
+def load_stock(path: Path) -> Any:
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
     return torch.load(path, weights_only=True)
 
 
-def ways(path: Path) -> Iterator[Any]:
-    yield stock(path)
+def load_every_way(path: Path) -> Iterator[Any]:
+    yield load_stock(path)
     yield torch.load(path, weights_only=True, mmap=True)
     yield read_back(path)
 
@@ -60,7 +60,7 @@ def ways(path: Path) -> Iterator[Any]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     tree = {"x": random_bits(dtype, 3, 5), "scalar": random_bits(dtype), "empty": random_bits(dtype, 0, 4)}
-    for got in ways(written(tmp_path, tree)):
+    for got in load_every_way(write_tree(tmp_path, tree)):
         assert_same(got, tree)
 
 
@@ -78,28 +78,28 @@ def test_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     ],
 )
 def test_views_keep_values_and_strides(tmp_path: Path, view: torch.Tensor) -> None:
-    for got in ways(written(tmp_path, [view])):
+    for got in load_every_way(write_tree(tmp_path, [view])):
         assert_same(got, [view])
         assert (got[0].stride(), got[0].storage_offset()) == (view.stride(), view.storage_offset())
 
 
-def test_what_shared_memory_shares_it_again(tmp_path: Path) -> None:
+def test_tensors_share_memory_again(tmp_path: Path) -> None:
     base = torch.arange(10.0)
     tree = {"base": base, "same": base, "head": base[:6], "tail": base[3:]}
-    path = written(tmp_path, tree)
+    path = write_tree(tmp_path, tree)
     assert path.stat().st_size < 2000
-    for got in (stock(path), read_back(path)):
+    for got in (load_stock(path), read_back(path)):
         assert_same(got, tree)
         got["base"][4] = -1
         assert got["head"][4] == got["tail"][1] == -1
 
 
-def test_memory_seen_as_two_types_is_refused_or_right(tmp_path: Path) -> None:
+def test_memory_with_two_dtypes_is_refused_or_right(tmp_path: Path) -> None:
     """Stock torch.save: Cannot save multiple tensors or storages that view the same data as different types."""
     base = torch.arange(10.0)
     tree = {"base": base, "as_int": base.view(torch.int32)}
     try:
-        path = written(tmp_path, tree)
+        path = write_tree(tmp_path, tree)
     except StateError:
         return
     assert_same(torch.load(path, weights_only=True), tree)
@@ -109,7 +109,7 @@ def test_nan_payloads_and_minus_zero_survive(tmp_path: Path) -> None:
     odd = torch.tensor([0x7FC00001, 0x7F800001, -0x00400000, -0x80000000], dtype=torch.int32).view(torch.float32)
     (payload,) = struct.unpack("d", struct.pack("Q", 0x7FF8_0000_DEAD_BEEF))
     tree = {"t": odd, "f": payload, "minus": -0.0, "inf": float("-inf")}
-    for got in ways(written(tmp_path, tree)):
+    for got in load_every_way(write_tree(tmp_path, tree)):
         assert_same(got, tree)
 
 
@@ -117,9 +117,9 @@ def test_nan_payloads_and_minus_zero_survive(tmp_path: Path) -> None:
 def test_sparse(tmp_path: Path) -> None:
     dense = torch.eye(4)
     layouts = [dense.to_sparse(), dense.to_sparse_csr(), dense.to_sparse_csc(), dense.to_sparse_bsr((2, 2))]
-    for got in ways(written(tmp_path, layouts)):
-        assert [one.layout for one in got] == [one.layout for one in layouts]
-        assert all(torch.equal(one.to_dense(), dense) for one in got)
+    for got in load_every_way(write_tree(tmp_path, layouts)):
+        assert [tensor.layout for tensor in got] == [tensor.layout for tensor in layouts]
+        assert all(torch.equal(tensor.to_dense(), dense) for tensor in got)
 
 
 def test_plain_python_values(tmp_path: Path) -> None:
@@ -136,20 +136,20 @@ def test_plain_python_values(tmp_path: Path) -> None:
         "device": torch.device("cpu"),
         "set": {1, 2, 3},
     }
-    path = written(tmp_path, tree)
-    for got in ways(path):
+    path = write_tree(tmp_path, tree)
+    for got in load_every_way(path):
         assert got == tree
 
 
 def test_the_same_state_gives_the_same_bytes(tmp_path: Path) -> None:
-    one, other = tmp_path / "one", tmp_path / "other"
-    one.mkdir(), other.mkdir()
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir(), second.mkdir()
     tree = {"x": torch.arange(1000), "n": 3}
-    assert written(one, tree).read_bytes() == written(other, tree).read_bytes()
+    assert write_tree(first, tree).read_bytes() == write_tree(second, tree).read_bytes()
 
 
 def test_data_is_aligned_for_mmap(tmp_path: Path) -> None:
-    path = written(tmp_path, [torch.ones(size, dtype=torch.uint8) for size in range(1, 70)])
+    path = write_tree(tmp_path, [torch.ones(size, dtype=torch.uint8) for size in range(1, 70)])
     data = path.read_bytes()
     with zipfile.ZipFile(path) as archive:
         for info in archive.infolist():
@@ -160,7 +160,7 @@ def test_data_is_aligned_for_mmap(tmp_path: Path) -> None:
 def test_tensors_larger_than_a_block_and_than_the_ring(tmp_path: Path) -> None:
     """150 MB against a ring of 128 MiB; the CRC runs over ten blocks, and two of them hold two tensors."""
     tree = {"small": torch.arange(5), "large": torch.randint(0, 256, (150_000_001,), dtype=torch.uint8), "end": 1}
-    path = written(tmp_path, {**tree, "after": torch.arange(7)})
+    path = write_tree(tmp_path, {**tree, "after": torch.arange(7)})
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
     for got in (torch.load(path, weights_only=True, mmap=True), read_back(path)):
@@ -168,8 +168,8 @@ def test_tensors_larger_than_a_block_and_than_the_ring(tmp_path: Path) -> None:
         assert torch.equal(got["after"], torch.arange(7))
 
 
-def test_more_records_than_a_plain_zip_can_count(tmp_path: Path) -> None:
-    path = written(tmp_path, [torch.tensor(number) for number in range(66_000)])
+def test_more_records_than_a_zip_without_zip64_can_count(tmp_path: Path) -> None:
+    path = write_tree(tmp_path, [torch.tensor(number) for number in range(66_000)])
     with zipfile.ZipFile(path) as archive:
         assert len(archive.infolist()) == 66_003
     assert torch.equal(torch.stack(torch.load(path, weights_only=True)), torch.arange(66_000))
@@ -182,14 +182,13 @@ def test_100_000_tiny_tensors_within_5_seconds_of_processor_time(tmp_path: Path)
     """CPU time, not wall time: another test may run beside this one, and disks differ."""
     tree = {number: torch.ones(2) for number in range(100_000)}
     start = time.process_time()
-    path = written(tmp_path, tree)
+    path = write_tree(tmp_path, tree)
     assert time.process_time() - start < 5
     assert path.stat().st_size < 30_000_000
 
 
 def test_records_above_4_gib_by_their_headers(tmp_path: Path) -> None:
-    """The layout of 5 GiB that nobody wrote: the headers are checked as bytes, and stock zipfile reads the directory
-    of a sparse file that has them in the right places."""
+    """Only the headers of a 5 GiB layout are written, to a sparse file, which stock zipfile and torch read."""
     size = 5 * 2**30
     large = torch.from_file(str(tmp_path / "sparse"), shared=True, size=size, dtype=torch.uint8)
     layout = layout_torch("state.pt", {"large": large, "after": torch.arange(3)})
@@ -236,7 +235,7 @@ def test_records_above_4_gib_for_real(tmp_path: Path) -> None:
     size = 4 * 2**30 + 12_345
     large = torch.zeros(size, dtype=torch.uint8)
     large[::4096] = 7
-    path = written(tmp_path, {"large": large, "after": torch.arange(3)})
+    path = write_tree(tmp_path, {"large": large, "after": torch.arange(3)})
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
     got = read_back(path)
@@ -244,14 +243,14 @@ def test_records_above_4_gib_for_real(tmp_path: Path) -> None:
     assert torch.equal(got["after"], torch.arange(3))
 
 
-def test_buffered_where_direct_io_is_refused() -> None:
+def test_files_are_written_without_direct_io_on_tmpfs() -> None:
     import tempfile
 
     if not os.path.ismount("/dev/shm"):
         pytest.skip("no tmpfs at /dev/shm")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         tree = {"x": torch.arange(100_000)}
-        assert_same(stock(written(Path(folder), tree)), tree)
+        assert_same(load_stock(write_tree(Path(folder), tree)), tree)
 
 
 def test_a_meta_tensor_is_an_error() -> None:
@@ -264,7 +263,7 @@ def test_a_meta_tensor_in_a_tree_is_named() -> None:
         layout_torch("state.pt", {"deep": {"down": torch.empty(2, 3, device="meta")}})
 
 
-def test_what_cannot_be_pickled_is_an_error_with_the_file() -> None:
+def test_what_cannot_be_pickled_raises_an_error_with_the_file() -> None:
     with pytest.raises(StateError, match=r"state\.pt cannot be saved"):
         layout_torch("state.pt", {"x": lambda: None})
     with open(os.devnull) as file, pytest.raises(StateError, match=r"state\.pt cannot be saved"):

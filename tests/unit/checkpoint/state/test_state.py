@@ -1,4 +1,4 @@
-"""What belongs to a run, and its way back: exact where it fits, an error that names things where it does not."""
+"""Saving and restoring a training state: exact where it fits, otherwise an error that names what does not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.helpers import assert_same, copied, restored, saved, small_mo
 
 
 class EightBit(torch.optim.Optimizer):
-    """Like bitsandbytes: state in uint8 with scales, which stock load_state_dict would turn into floats."""
+    """An optimizer like those of bitsandbytes: uint8 state, which stock load_state_dict would turn into floats."""
 
     def __init__(self, params: Iterator[nn.Parameter]) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -53,7 +53,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @pytest.mark.parametrize("populated", [False, True], ids=["fresh", "populated"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_training_goes_on_exactly(tmp_path: Path, kind: str, populated: bool) -> None:
+def test_training_continues_exactly(tmp_path: Path, kind: str, populated: bool) -> None:
     model = small_model()
     optimizer = OPTIMIZERS[kind](model.parameters())
     train(model, optimizer)
@@ -63,13 +63,13 @@ def test_training_goes_on_exactly(tmp_path: Path, kind: str, populated: bool) ->
 
     torch.manual_seed(99)
     other = small_model()
-    its_optimizer = OPTIMIZERS[kind](other.parameters())
+    other_optimizer = OPTIMIZERS[kind](other.parameters())
     if populated:
-        train(other, its_optimizer)
-    result = restored(tmp_path, model=other, optimizer=its_optimizer)
+        train(other, other_optimizer)
+    result = restored(tmp_path, model=other, optimizer=other_optimizer)
     assert result.step == 1
-    assert train(other, its_optimizer, 3) == expected
-    assert_same(its_optimizer.state_dict(), optimizer.state_dict())
+    assert train(other, other_optimizer, 3) == expected
+    assert_same(other_optimizer.state_dict(), optimizer.state_dict())
 
 
 def test_schedulers_and_a_scaler(tmp_path: Path) -> None:
@@ -88,17 +88,17 @@ def test_schedulers_and_a_scaler(tmp_path: Path) -> None:
             "scaler": torch.amp.GradScaler("cpu", init_scale=8.0),
         }
 
-    one, other = make(), make()
-    one["optimizer"].step()
+    source, other = make(), make()
+    source["optimizer"].step()
     for name in ("lambda_lr", "multi", "chain", "cycle"):
-        one[name].step()
-    one["plateau"].step(0.5)
-    one["scaler"].scale(torch.ones(()))
-    one["scaler"].update(2.0)
-    path = saved(tmp_path, **one)
+        source[name].step()
+    source["plateau"].step(0.5)
+    source["scaler"].scale(torch.ones(()))
+    source["scaler"].update(2.0)
+    path = saved(tmp_path, **source)
     assert torch.load(path / "lambda_lr.pt", weights_only=True)["lr_lambdas"] == [None], "functions are not saved"
     restored(tmp_path, **other)
-    for name, thing in one.items():
+    for name, thing in source.items():
         assert other[name].state_dict() == thing.state_dict(), name
     assert other["scaler"].get_scale() == 2.0
 
@@ -126,7 +126,7 @@ def test_missing_and_unexpected_keys_are_named(tmp_path: Path) -> None:
     ],
     ids=["shape", "dtype"],
 )
-def test_another_model(tmp_path: Path, other: nn.Module, words: str) -> None:
+def test_a_different_model_is_refused(tmp_path: Path, other: nn.Module, words: str) -> None:
     extra = nn.Linear(2, 2)
     saved(tmp_path, extra=extra, model=nn.Linear(2, 2))
     live = nn.Linear(2, 2)
@@ -136,33 +136,33 @@ def test_another_model(tmp_path: Path, other: nn.Module, words: str) -> None:
     assert_same((copied(other), copied(live)), before)
 
 
-def test_other_names_of_objects(tmp_path: Path) -> None:
+def test_different_object_names_are_refused(tmp_path: Path) -> None:
     saved(tmp_path, model=nn.Linear(2, 2), ema={"x": 1})
     with pytest.raises(StateMismatch, match="missing in the checkpoint: extra; only in the checkpoint: ema"):
         restored(tmp_path, model=nn.Linear(2, 2), extra={})
 
 
 def test_not_strict_loads_what_fits(tmp_path: Path) -> None:
-    one = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
-    saved(tmp_path, model=one, note={"x": 1})
+    source = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    saved(tmp_path, model=source, note={"x": 1})
     other = nn.ModuleDict({"a": nn.Linear(2, 2), "c": nn.Linear(2, 2)})
     before = other["c"].weight.clone()
     fresh: dict[str, Any] = {"y": 2}
     with Checkpointer(tmp_path, model=other, new=fresh, strict=False) as checkpointer:
         checkpointer.restore()
-    assert torch.equal(other["a"].weight, one["a"].weight)
+    assert torch.equal(other["a"].weight, source["a"].weight)
     assert torch.equal(other["c"].weight, before)
     assert fresh == {"y": 2}
 
 
-def test_not_strict_leaves_a_new_module_alone(tmp_path: Path) -> None:
+def test_not_strict_leaves_a_new_module_unchanged(tmp_path: Path) -> None:
     saved(tmp_path, model=nn.Linear(2, 2))
     with Checkpointer(tmp_path, model=nn.Linear(2, 2), ema=nn.Linear(2, 2), strict=False) as checkpointer:
         assert checkpointer.restore() is not None
 
 
 class Refuses:
-    """Takes back nothing."""
+    """An object that does not accept its saved state."""
 
     def state_dict(self) -> dict[str, int]:
         return {"x": 1}
@@ -176,7 +176,7 @@ def momentum(module: nn.Module) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("saved_thing", "live_thing"),
     [
         (lambda: momentum(nn.Linear(2, 2)), lambda: momentum(nn.Linear(2, 2, bias=False))),
         (lambda: {"a": 1}, lambda: [1]),
@@ -185,14 +185,16 @@ def momentum(module: nn.Module) -> torch.optim.Optimizer:
     ],
     ids=["optimizer", "dict-list", "tensor", "generator"],
 )
-def test_a_mismatch_of_anything_leaves_the_model_alone(
-    tmp_path: Path, one: Callable[[], object], other: Callable[[], object]
+def test_a_mismatch_of_any_object_leaves_the_model_unchanged(
+    tmp_path: Path, saved_thing: Callable[[], object], live_thing: Callable[[], object]
 ) -> None:
-    saved(tmp_path, model=nn.Linear(2, 2), thing=one())
+    saved(tmp_path, model=nn.Linear(2, 2), thing=saved_thing())
     live = nn.Linear(2, 2)
     before = copied(live)
     with pytest.raises(StateMismatch):
-        restored(tmp_path, model=live, **({} if isinstance(one(), torch.Generator) else {"thing": other()}))
+        restored(
+            tmp_path, model=live, **({} if isinstance(saved_thing(), torch.Generator) else {"thing": live_thing()})
+        )
     assert_same(copied(live), before)
 
 
@@ -205,25 +207,25 @@ def test_an_object_that_refuses_its_state_is_named(tmp_path: Path) -> None:
 # Plain values
 
 
-def test_plain_things_are_restored_in_place(tmp_path: Path) -> None:
+def test_plain_values_are_restored_in_place(tmp_path: Path) -> None:
     counts: dict[str, Any] = {"n": 1, "t": torch.ones(2), "deep": [{"x": torch.zeros(3)}]}
     log: list[Any] = ["a", (1, 2.5)]
     tensor = torch.arange(4.0)
     saved(tmp_path, counts=counts, log=log, tensor=tensor)
-    want = {"n": 1, "t": torch.ones(2), "deep": [{"x": torch.zeros(3)}]}
+    expected = {"n": 1, "t": torch.ones(2), "deep": [{"x": torch.zeros(3)}]}
     counts["n"], counts["more"] = 2, 3
     counts["t"].zero_()
     counts["deep"][0]["x"].fill_(7)
     log.append("b")
     tensor.zero_()
     restored(tmp_path, counts=counts, log=log, tensor=tensor)
-    assert_same(counts, want)
+    assert_same(counts, expected)
     assert log == ["a", (1, 2.5)]
     assert tensor.tolist() == [0, 1, 2, 3]
 
 
-def test_a_sparse_tensor_is_no_matter_for_the_next_torch_load(tmp_path: Path) -> None:
-    """torch keeps a list of sparse tensors that its next load has to validate."""
+def test_a_sparse_tensor_does_not_affect_the_next_torch_load(tmp_path: Path) -> None:
+    """torch keeps a list of sparse tensors that its next load validates."""
     saved(tmp_path, state={"s": torch.eye(3).to_sparse()})
     assert torch._utils._sparse_tensors_to_validate == []
     restored(tmp_path, state={"s": torch.zeros(3, 3).to_sparse()})
@@ -245,7 +247,7 @@ def test_a_sparse_tensor_in_a_plain_dict(tmp_path: Path) -> None:
     assert torch.equal(state["s"].to_dense(), torch.eye(3))
 
 
-def test_values_come_back_with_the_step_and_the_rest(tmp_path: Path) -> None:
+def test_values_are_restored_with_step_epoch_and_metrics(tmp_path: Path) -> None:
     values = {"batch": 17, "seen": {"a": torch.arange(3)}, "note": "grüße"}
     with Checkpointer(tmp_path, model=nn.Linear(2, 2)) as checkpointer:
         checkpointer.save(3, epoch=1.5, metrics={"loss": 0.25, "odd": float("nan")}, values=values)
@@ -255,8 +257,8 @@ def test_values_come_back_with_the_step_and_the_rest(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["rng_state", "values", "a/b", "..", "", ".hidden", "a b"])
-def test_names_that_cannot_be_files(name: str) -> None:
-    with pytest.raises(ConfigError, match="cannot be the name"):
+def test_names_that_cannot_be_file_names(name: str) -> None:
+    with pytest.raises(ConfigError, match="cannot name a part of the state"):
         State({name: {}})
 
 
@@ -268,12 +270,12 @@ def test_what_cannot_be_restored_in_place_is_refused() -> None:
 @pytest.mark.parametrize(
     "details", [{"step": np.int64(3)}, {"step": 3, "epoch": np.float32(0.5)}], ids=["step", "epoch"]
 )
-def test_numbers_of_numpy(tmp_path: Path, details: dict[str, Any]) -> None:
+def test_numpy_numbers(tmp_path: Path, details: dict[str, Any]) -> None:
     with Checkpointer(tmp_path, model=nn.Linear(2, 2)) as checkpointer:
         assert checkpointer.save(**details).path.name == "checkpoint-3"
 
 
-# What could be saved but not loaded
+# State that could be saved but not loaded
 
 
 class Custom:
@@ -310,7 +312,7 @@ def test_unsafe_state_is_found_at_start_up(tmp_path: Path, state: dict[str, Any]
     assert not (tmp_path / "run").exists()
 
 
-def test_unsafe_state_that_comes_later_is_found_at_the_first_save(tmp_path: Path) -> None:
+def test_unsafe_state_that_appears_later_is_found_at_the_first_save(tmp_path: Path) -> None:
     thing = HasCustom()
     with Checkpointer(tmp_path, thing=thing) as checkpointer:
         thing.later = True
@@ -319,7 +321,7 @@ def test_unsafe_state_that_comes_later_is_found_at_the_first_save(tmp_path: Path
         assert checkpointer.checkpoints() == []
 
 
-def test_unsafe_values_are_found_when_given(tmp_path: Path) -> None:
+def test_unsafe_values_are_found_at_the_save(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, model=nn.Linear(2, 2)) as checkpointer:
         checkpointer.save(1)
         with pytest.raises(UnsafeState, match=r"(?s)values\.pt.*Custom"):

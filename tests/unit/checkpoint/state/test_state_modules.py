@@ -1,4 +1,4 @@
-"""Modules that are not plain: tied weights, views, hooks, state of their own, wrappers."""
+"""Modules with tied weights, views, hooks, extra state or wrappers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tests.support.tensors import tied_linears
 
 
 def test_tied_weights(tmp_path: Path) -> None:
-    one, other = tied_linears(), tied_linears()
-    saved(tmp_path, model=one)
+    source, other = tied_linears(), tied_linears()
+    saved(tmp_path, model=source)
     restored(tmp_path, model=other)
-    assert torch.equal(other[1].weight, one[0].weight)
+    assert torch.equal(other[1].weight, source[0].weight)
     assert other[1].weight is other[0].weight
 
 
@@ -30,15 +30,15 @@ def test_tied_weights(tmp_path: Path) -> None:
     [True, False],
     ids=["tied", "untied"],
 )
-def test_tied_weights_wherever_they_go(tmp_path: Path, tie: bool, hook: bool) -> None:
-    one, other = tied_linears(), tied_linears(tie=tie, hook=hook)
-    saved(tmp_path, model=one)
+def test_tied_weights_are_restored_into_any_model(tmp_path: Path, tie: bool, hook: bool) -> None:
+    source, other = tied_linears(), tied_linears(tie=tie, hook=hook)
+    saved(tmp_path, model=source)
     restored(tmp_path, model=other)
-    assert torch.equal(other[0].weight, one[0].weight)
-    assert torch.equal(other[1].weight, one[0].weight)
+    assert torch.equal(other[0].weight, source[0].weight)
+    assert torch.equal(other[1].weight, source[0].weight)
 
 
-def test_views_come_back_into_live_memory(tmp_path: Path) -> None:
+def test_views_are_restored_into_live_memory(tmp_path: Path) -> None:
     base, square = torch.randn(10), torch.randn(3, 3)
     buffers = {
         "turned": torch.randn(4, 5).t(), "head": base[:6], "tail": base[3:], "square": square, "squared": square.t(),
@@ -48,39 +48,39 @@ def test_views_come_back_into_live_memory(tmp_path: Path) -> None:
         "wide": torch.randn(3, dtype=torch.complex128),
     }  # fmt: skip
     model = Odd(**buffers)
-    want = copied(model)
+    expected = copied(model)
     addresses = {key: value.data_ptr() for key, value in model.state_dict().items()}
     path = saved(tmp_path, model=model)
     assert torch.load(path / "model.extra.pt", weights_only=True)["wide"].dtype is torch.complex128
     for value in model.state_dict().values():
         value.zero_()
     restored(tmp_path, model=model)
-    assert_same(copied(model), want)
+    assert_same(copied(model), expected)
     assert {key: value.data_ptr() for key, value in model.state_dict().items()} == addresses
 
 
 @pytest.mark.parametrize("view", [torch.conj, torch._neg_view], ids=["conj", "neg"])
-def test_lazy_views_come_back(tmp_path: Path, view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_lazy_views_are_restored(tmp_path: Path, view: Callable[[torch.Tensor], torch.Tensor]) -> None:
     model = Odd(x=view(torch.randn(5, dtype=torch.complex64)))
-    want = model.x.clone()
+    expected = model.x.clone()
     saved(tmp_path, model=model)
     restored(tmp_path, model=model)
-    assert torch.equal(model.x, want)
+    assert torch.equal(model.x, expected)
 
 
-def test_a_sparse_buffer_comes_back(tmp_path: Path) -> None:
+def test_a_sparse_buffer_is_restored(tmp_path: Path) -> None:
     saved(tmp_path, model=Odd(x=torch.eye(3).to_sparse()))
     model = Odd(x=torch.zeros(3, 3).to_sparse())
     restored(tmp_path, model=model)
     assert torch.equal(model.x.to_dense(), torch.eye(3))
 
 
-def test_a_parameter_named_like_the_format(tmp_path: Path) -> None:
+def test_a_buffer_named_like_a_value_of_the_metadata(tmp_path: Path) -> None:
     saved(tmp_path, model=Odd(pt=torch.ones(3)))
     restored(tmp_path, model=Odd(pt=torch.zeros(3)))
 
 
-def test_another_dtype_than_that_in_the_extra_file(tmp_path: Path) -> None:
+def test_a_dtype_that_differs_from_the_extra_file(tmp_path: Path) -> None:
     saved(tmp_path, model=Odd(x=torch.full((3,), 1 + 2j, dtype=torch.complex128)))
     with pytest.raises(StateMismatch, match=r"model\.x"):
         restored(tmp_path, model=Odd(x=torch.ones(3)))
@@ -96,37 +96,37 @@ def test_a_buffer_that_cannot_be_written_is_a_state_error(tmp_path: Path) -> Non
 class Extra(nn.Linear):
     def __init__(self) -> None:
         super().__init__(2, 2)
-        self.seen: Any = None
+        self.loaded: Any = None
 
     def get_extra_state(self) -> dict[str, Any]:
         return {"version": 7, "scale": torch.ones(2)}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        self.seen = state
+        self.loaded = state
 
 
 def test_extra_state(tmp_path: Path) -> None:
-    one, other = Extra(), Extra()
-    path = saved(tmp_path, model=one)
+    source, other = Extra(), Extra()
+    path = saved(tmp_path, model=source)
     assert torch.load(path / "model.extra.pt", weights_only=True)["_extra_state"]["version"] == 7
     restored(tmp_path, model=other)
-    assert_same(other.seen, one.get_extra_state())
-    assert torch.equal(other.weight, one.weight)
+    assert_same(other.loaded, source.get_extra_state())
+    assert torch.equal(other.weight, source.weight)
 
 
 def test_load_hooks_run(tmp_path: Path) -> None:
-    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    seen: list[str] = []
-    other.register_load_state_dict_pre_hook(lambda module, state, *rest: seen.extend(state))
-    other.register_load_state_dict_post_hook(lambda module, keys: seen.append("after"))
-    saved(tmp_path, model=one)
+    source, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    loaded: list[str] = []
+    other.register_load_state_dict_pre_hook(lambda module, state, *rest: loaded.extend(state))
+    other.register_load_state_dict_post_hook(lambda module, keys: loaded.append("after"))
+    saved(tmp_path, model=source)
     restored(tmp_path, model=other)
-    assert seen == ["weight", "bias", "after"]
-    assert torch.equal(other.weight, one.weight)
+    assert loaded == ["weight", "bias", "after"]
+    assert torch.equal(other.weight, source.weight)
 
 
 class Renames(nn.Linear):
-    """Saves under other names than it has, as models with weight conversion do."""
+    """A module that saves its weights under other names, as models with weight conversion do."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return {f"old.{key}": value for key, value in super().state_dict(*args, **kwargs).items()}
@@ -136,14 +136,14 @@ class Renames(nn.Linear):
 
 
 def test_an_overridden_load_state_dict_is_used(tmp_path: Path) -> None:
-    one, other = Renames(2, 2), Renames(2, 2)
-    saved(tmp_path, model=one)
+    source, other = Renames(2, 2), Renames(2, 2)
+    saved(tmp_path, model=source)
     restored(tmp_path, model=other)
-    assert torch.equal(other.weight, one.weight)
+    assert torch.equal(other.weight, source.weight)
 
 
 class Scaled(nn.Linear):
-    """Shows other memory in its state dict than it has."""
+    """A module whose state dict is a conversion of its weights."""
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -155,14 +155,14 @@ class Scaled(nn.Linear):
 
 
 def test_a_state_dict_that_is_a_conversion(tmp_path: Path) -> None:
-    one, other = nn.Sequential(Scaled(2, 2)), nn.Sequential(Scaled(2, 2))
-    saved(tmp_path, model=one)
+    source, other = nn.Sequential(Scaled(2, 2)), nn.Sequential(Scaled(2, 2))
+    saved(tmp_path, model=source)
     restored(tmp_path, model=other)
-    assert torch.equal(other[0].weight, one[0].weight)
+    assert torch.equal(other[0].weight, source[0].weight)
 
 
 class Caches(nn.Linear):
-    """Derives something from its weights when they are loaded."""
+    """A module that computes something from its weights when they are loaded."""
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
@@ -177,7 +177,7 @@ def test_an_overridden_load_from_state_dict_is_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-def test_wrappers_put_no_prefix_before_the_keys(tmp_path: Path) -> None:
+def test_compile_adds_no_prefix_to_the_keys(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     model = nn.Linear(2, 2)
@@ -189,7 +189,7 @@ def test_wrappers_put_no_prefix_before_the_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-def test_ddp_puts_no_prefix_before_the_keys(tmp_path: Path) -> None:
+def test_ddp_adds_no_prefix_to_the_keys(tmp_path: Path) -> None:
     import torch.distributed as dist
     from safetensors.torch import load_file
 

@@ -1,4 +1,4 @@
-"""Random numbers go on where they were."""
+"""Random numbers continue where they were."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def draw(generator: torch.Generator | None = None) -> list[float]:
     )
 
 
-def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
+def test_random_numbers_continue_where_they_were(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(5)
-    draw(generator)  # an odd number of Gaussians: each library keeps the second one of a pair
+    draw(generator)  # an odd number of normal numbers: each library keeps the second of a pair
     saved(tmp_path, generator=generator)
     want = [draw(generator) for _ in range(5)]
     other = torch.Generator()
@@ -43,7 +43,7 @@ def test_without_rng_the_global_generators_are_left_alone(tmp_path: Path) -> Non
     assert random.random() == want
 
 
-def test_given_generators_are_state_even_without_rng(tmp_path: Path) -> None:
+def test_named_generators_are_saved_even_without_rng(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(5)
     saved(tmp_path, generator=generator, rng=False)
     want = torch.rand(3, generator=generator)
@@ -63,8 +63,8 @@ def test_another_bit_generator_of_numpy(tmp_path: Path) -> None:
         np.random.set_bit_generator(before)
 
 
-def test_stock_transformers_reads_our_random_numbers(tmp_path: Path) -> None:
-    """With what Trainer._load_rng_state does, from its own file name."""
+def test_stock_transformers_restores_reprieves_random_numbers(tmp_path: Path) -> None:
+    """With Trainer._load_rng_state, from the file name that it expects."""
     from transformers import Trainer
 
     class Args:
@@ -72,12 +72,12 @@ def test_stock_transformers_reads_our_random_numbers(tmp_path: Path) -> None:
         process_index = 0
         parallel_mode = None
 
-    class Stand:
+    class FakeTrainer:
         args = Args()
         is_in_train = True
 
     path = saved(tmp_path, state={})
     want = draw()
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    Trainer._load_rng_state(Stand(), str(path))  # type: ignore[arg-type]
+    Trainer._load_rng_state(FakeTrainer(), str(path))  # type: ignore[arg-type]
     assert draw() == want
