@@ -54,7 +54,9 @@ class ProcessExit:
 
             sys.excepthook = uncaught
 
-    def schedule(self, seconds: float, code: int = exit_codes.PREEMPTED, *, why: str = "", decided: bool = True) -> None:
+    def schedule(
+        self, seconds: float, code: int = exit_codes.PREEMPTED, *, why: str = "", decided: bool = True
+    ) -> None:
         """The process ends with this code: by itself, or when so many seconds have passed. Not `decided`: if it ends by
         itself, then as it likes."""
         if decided:

@@ -43,8 +43,8 @@ class StopRequest:
     """Is the deadline known, and not only what is usual?"""
     signal: int | None = None
 
-    def left(self) -> float | None:
-        """Seconds until the deadline."""
+    def remaining_s(self) -> float | None:
+        """Return the seconds until the deadline, or None if no deadline is known."""
         return None if self.deadline is None else self.deadline - time.monotonic()
 
 
@@ -72,19 +72,19 @@ class StopListener:
         # One process of a machine is enough: the ranks tell each other.
         watched = detect_clouds(notices) if os.environ.get("LOCAL_RANK", "0") == "0" else ()
         self._watchers = [NoticePoller(cloud, self._noticed) for cloud in watched]
-        self.hears_signals = False
+        self.handles_signals = False
 
     def start(self) -> None:
         self._thread.start()
-        self.hears_signals = signal_watch.subscribe(self.signals, self._signalled)
-        if not self.hears_signals:
+        self.handles_signals = signal_watch.subscribe(self.signals, self._signalled)
+        if not self.handles_signals:
             log.info("signals are heard on the main thread, and this is another: only notices and request() are heard")
         for watcher in self._watchers:
             watcher.start()
 
     def reassert_signals(self) -> None:
         """Now and then: see `SignalWatch.keep`."""
-        if self.hears_signals:
+        if self.handles_signals:
             signal_watch.reassert()
 
     def request(self, reason: str, *, deadline: float | None = None, number: int | None = None) -> None:
@@ -129,7 +129,7 @@ class StopListener:
     def _serve(self) -> None:
         if (reason := self._mail.get()) is None:
             return
-        log.warning("told to stop: %s. Grace period: %s", reason, self.grace)
+        log.warning("stop requested: %s. Grace period: %s", reason, self.grace)
         wait = self._kill_wait.total_seconds()
         if wait > 0:
             log.warning("going on for %g s before saving (kill_wait)", wait)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from reprieve.checkpoint.format.layout import FileLayout
+from reprieve.progress.eta import completed_fraction
 
 
 class TrainingProgress(NamedTuple):
@@ -31,9 +32,9 @@ class TrainingProgress(NamedTuple):
     @property
     def fraction(self) -> float | None:
         """The completed share, from 0 to 1, or None where the total is unknown."""
-        if self.total_steps:
-            return min(1.0, self.step / self.total_steps)
-        return min(1.0, self.epoch / self.total_epochs) if self.total_epochs and self.epoch is not None else None
+        return completed_fraction(
+            step=self.step, total_steps=self.total_steps, epoch=self.epoch, total_epochs=self.total_epochs
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
-"""What a run tells others: where it is, what is saved, how it ends.
+"""Reports of a run: where it is, what is saved, how it ends.
 
-Its launcher (`reprieve run`), if it has one, hears it from every rank. Rank 0 speaks for the run to everybody else: a
-progress file, an HTTP port, a terminal, … (`progress/`).
+Every rank reports to the launcher (`reprieve run`), if there is one. Rank 0 publishes the run's progress to all other
+sinks: a progress file, an HTTP port, a terminal, … (`progress/`). The session calls the methods in this order:
+started → restored → step, saving, … → stopping → stopped, or finished, or closing.
 """
 
 from __future__ import annotations
@@ -37,23 +38,23 @@ Parts = Callable[[], Mapping[str, Any]]
 
 
 class RunReporter:
-    """Of one rank."""
+    """The reporter of one rank."""
 
     def __init__(self, rank: int, world_size: int, settings: Settings, *, bar: bool) -> None:
-        """`bar`: nobody else draws one."""
-        # As the script says it, also where a drill writes elsewhere.
+        """`bar`: draw a progress bar, because nobody else does."""
+        # The folder that the script names, also where a drill writes elsewhere.
         self._folder = str(original_path(settings.checkpoints or ".", settings.drill))
         self._settings = settings
         self._bar = bar
         self._reporter = Reporter(rank, world_size)
         self._next_step = 0.0
-        self._first = rank == 0
+        self._is_first_rank = rank == 0
         self._publisher: Publisher | None = None
         self._reason = ""
         self.tracker = Tracker()
-        """What there is to tell of the run. The adapter adds what only it knows: metrics, evaluations."""
+        """The progress of the run. The adapter adds what only it knows: metrics, evaluations."""
         if self._reporter.has_launcher:
-            _show_stacks_when_asked()
+            _show_stacks_on_sigquit()
             self._reporter.send(launcher_protocol.Starting(checkpoints=self._folder))
 
     @property
@@ -62,28 +63,27 @@ class RunReporter:
         return self._settings.drill is not None
 
     def refused(self, error: BaseException) -> None:
-        """The run could not be set up."""
+        """Report that the run could not be set up."""
         if is_permanent(error):
-            # Who only heard of another rank's error tells that one: which of them is heard first is chance.
+            # Report the original error on every rank: the launcher shows the first that arrives.
             cause = error.reason if isinstance(error, RankFailed) else f"{type(error).__name__}: {error}"
             self._reporter.send(launcher_protocol.Refused(error=cause))
         self.failed(error)
-        # Where somebody else has the folder, what is told is theirs, perhaps in the same file.
-        if self._first and self._publisher is None and not isinstance(error, OwnershipError):
+        # If another run owns the folder, it may publish to the same progress file.
+        if self._is_first_rank and self._publisher is None and not isinstance(error, OwnershipError):
             self._publisher = Publisher.from_environment(self.tracker, self._settings).start()
 
     def failed(self, error: BaseException) -> None:
-        """It ends the run, if nothing else has."""
+        """Record the error that ends the run, unless it has ended already."""
         self.tracker.failed(reason(error))
 
     def started(
-        self, restored: Restored | None, *, finished: bool, checkpointer: Checkpointer, heard: Sequence[int]
+        self, restored: Restored | None, *, finished: bool, checkpointer: Checkpointer, handled_signals: Sequence[int]
     ) -> None:
-        """`heard`: the signals that would be answered with a save."""
+        """Report the start or the resume. `handled_signals`: the signals that the run answers with a save."""
         resumed = restored.step if restored is not None else None
-        if (
-            restored is not None and self._first and not self._reporter.has_launcher
-        ):  # the launcher prints it, if there is one
+        # A launcher prints this itself.
+        if restored is not None and self._is_first_rank and not self._reporter.has_launcher:
             path = restored.path
             log.warning("resuming from %s (step %d) in %s", path.name, restored.step, shown(path.parent))
         self._reporter.send(
@@ -97,26 +97,26 @@ class RunReporter:
         self.tracker = Tracker(
             resumed_from=resumed,
             restarts=checkpointer.attempt - 1,
-            checkpointing=bool(heard) or self._settings.every != NEVER,
-            saving=functools.partial(_saving, checkpointer),
+            checkpointing=bool(handled_signals) or self._settings.every != NEVER,
+            saving=functools.partial(_save_progress, checkpointer),
         )
-        if self._first:
-            found = _valid(checkpointer)
-            self.tracker.checkpoints(created=len(found), valid=len(found))
-            for one in found:
-                if one.step == resumed:
-                    self.tracker.restored(one.path, one.bytes, one.created.timestamp())
+        if self._is_first_rank:
+            valid = _valid_checkpoints(checkpointer)
+            self.tracker.checkpoints(created=len(valid), valid=len(valid))
+            for checkpoint in valid:
+                if checkpoint.step == resumed:
+                    self.tracker.restored(checkpoint.path, checkpoint.bytes, checkpoint.created.timestamp())
             self._publisher = Publisher.from_environment(self.tracker, self._settings, bar=self._bar).start()
-            if signal.SIGTERM in heard:
-                pod.say_protected()
+            if signal.SIGTERM in handled_signals:
+                pod.print_protected()
 
     def restored(self, parts: Parts) -> None:
-        """What was saved of these parts is in memory again."""
+        """In a drill, report fingerprints of these parts, which are in memory again."""
         if self.is_drill:
             self._reporter.send(launcher_protocol.Restored(**fingerprinted(parts)))
 
     def step(self, at: TrainingProgress) -> None:
-        """At boundaries, 20 times a second at most. The launcher: the first at once, then a few a second."""
+        """Publish the position, at boundaries, at most 20 times a second. The launcher gets a few a second."""
         if at.metrics:
             self.tracker.metrics(at.metrics)
         self.tracker.plan(at.total_steps, at.total_epochs)
@@ -129,7 +129,7 @@ class RunReporter:
             self._reporter.send(step, wait=False)
 
     def saving(self, save: Save, began: float) -> None:
-        """A save was asked for: when it is durable, that is told."""
+        """Report a save once it is durable."""
         if save.skipped is not None:
             return
 
@@ -143,13 +143,13 @@ class RunReporter:
         save.when_durable(durable)
 
     def count(self, checkpointer: Checkpointer) -> None:
-        """How many checkpoints there are, once retention is through with the save that was asked for."""
+        """Publish the number of checkpoints, once retention has run after the latest save."""
 
         def count() -> None:
             with contextlib.suppress(OSError):
-                self.tracker.checkpoints(valid=len(_valid(checkpointer)))
+                self.tracker.checkpoints(valid=len(_valid_checkpoints(checkpointer)))
 
-        if self._first:
+        if self._is_first_rank:
             checkpointer.run_after_saves(count)
 
     def stopping(self, reason: str, step: int) -> None:
@@ -157,53 +157,53 @@ class RunReporter:
         self._reporter.send(launcher_protocol.Stopping(reason=reason, step=step))
 
     def stopped(self, step: int, *, saved: bool, times: dict[str, float], **state: Any) -> None:
-        """`times`: when what was done, by the monotonic clock. `state`: fingerprints of what was saved."""
+        """Report the end of a stop. `times`: monotonic times of its phases. `state`: fingerprints of what was saved."""
         self._reporter.send(launcher_protocol.Stopped(step=step, saved=saved, times=times, **state))
         self.tracker.stopped(self._reason, saved=saved)
-        self._last_word()
+        self._close_publisher()
 
     def closing(self, step: int, *, finished: bool) -> None:
-        """The run ends, perhaps by an error: how far it came. `finished`: there was nothing left to train."""
+        """Report how far the run came; it may end by an error. `finished`: nothing is left to train."""
         if finished:
             self.tracker.finished()
         elif step:
             self._reporter.send(launcher_protocol.Step(step=step))
-        self._last_word()
+        self._close_publisher()
 
     def finished(self, step: int) -> None:
         self._reporter.send(launcher_protocol.Finished(step=step))
         self.tracker.finished()
-        self._last_word()
+        self._close_publisher()
 
-    def _last_word(self) -> None:
+    def _close_publisher(self) -> None:
         if self._publisher is not None:
             self._publisher.close()
 
 
-def _valid(checkpointer: Checkpointer) -> list[CheckpointInfo]:
-    return [one for one in checkpointer.checkpoints() if one.problem is None]
+def _valid_checkpoints(checkpointer: Checkpointer) -> list[CheckpointInfo]:
+    return [checkpoint for checkpoint in checkpointer.checkpoints() if checkpoint.problem is None]
 
 
-def _saving(checkpointer: Checkpointer) -> tuple[int, float | None] | None:
-    """The save that is being written, and how much of it."""
+def _save_progress(checkpointer: Checkpointer) -> tuple[int, float | None] | None:
+    """Return the step of the running save and the share that is written."""
     if (running := checkpointer.save_in_progress) is None:
         return None
     return running.step, running.written_bytes / running.share if running.share else None
 
 
 def fingerprinted(parts: Parts) -> dict[str, Any]:
-    """What a drill is told of these parts."""
+    """Return the fields of a drill report about these parts."""
     began = time.monotonic()
     found: dict[str, str] = {}
     try:
         found = fingerprints(parts())
-    except Exception:  # the stop goes on, and the drill reports that nothing could be compared
+    except Exception:  # the stop continues; the drill reports that nothing could be compared
         log.exception("the drill cannot compare the state in memory")
     return {"fingerprints": found, "fingerprint_s": time.monotonic() - began}
 
 
-def _show_stacks_when_asked() -> None:
-    """The launcher asks a job that hangs. Works while the main thread is in C code."""
+def _show_stacks_on_sigquit() -> None:
+    """The launcher sends SIGQUIT to a job that hangs. faulthandler works while the main thread is in C code."""
     if hasattr(signal, "SIGQUIT") and signal.getsignal(signal.SIGQUIT) is signal.SIG_DFL:
-        with contextlib.suppress(OSError, RuntimeError, AttributeError):  # stderr may be no file here
+        with contextlib.suppress(OSError, RuntimeError, AttributeError):  # stderr may not be a file
             faulthandler.register(signal.SIGQUIT, all_threads=True)

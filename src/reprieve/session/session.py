@@ -1,7 +1,7 @@
-"""What a protected training is made of, whatever its loop looks like: signals, ranks, checkpoints, boundaries, the end.
+"""The runtime of one protected training in one process: signals, ranks, checkpoints, boundaries, shutdown.
 
-An adapter (`loop.run`, `transformers.training`) knows where its loop is and what belongs to a checkpoint. It comes to
-boundaries, asks there whether it has to save or to stop, and tells this session to.
+An adapter (`adapters/loop`, `adapters/transformers`) runs the loop and calls `boundaries` between steps. Where those
+have a request, it calls `save_periodically` or `stop`; the session reads from it what to save (`adapter.py`).
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from reprieve.units import parse_duration
 
 log = logging.getLogger("reprieve")
 
-_LEAVE_S = 3.0
-"""How long it may take to say that the process ends, where there is nothing to save."""
+_EARLY_EXIT_S = 3.0
+"""How long an exit may take where there is nothing to save: releasing the folder, reporting."""
 
 _open: weakref.WeakValueDictionary[Path, Session] = weakref.WeakValueDictionary()
 
 
 class Session:
-    """From the first signal that is heard to the last one."""
+    """Shared runtime of a protected training: signals, ranks, checkpoints, shutdown."""
 
     def __init__(
         self,
@@ -78,17 +78,20 @@ class Session:
         self.finished = False
         self._finished_at: int | None = None
         self.last_saved: int | None = 0
-        """The step of the last checkpoint that was asked for, or restored; None: it is lost, or more was done since
-        that belongs to the same step."""
+        """The step of the last checkpoint that was requested or restored. None: that save failed, or more happened
+        since that belongs to the same step."""
         self._adapter = adapter
         self._exit_wait = parse_duration(exit_wait)
         self._closed = False
         self._past_beginning = threading.Event()
-        """Something is saved, or ends, that a stop waits for."""
+        """A save or the end of the run has begun, which a stop waits for."""
+        # None until they are set up. A stop request or an error may come before.
+        self._ranks: Ranks | None = None
+        self._checkpointer: Checkpointer | None = None
         self._boundaries: Boundaries | None = None
         self._reporter: RunReporter | None = None
         self.stop_listener = StopListener(
-            self._told_to_stop,
+            self._on_stop_request,
             grace=resolve_grace_period(grace_period),
             signals=signals,
             kill_wait=settings.kill_wait,
@@ -98,33 +101,33 @@ class Session:
         worker_signals.shield(self.stop_listener.signals)
         self.stop_listener.start()
         try:
-            self.ranks = ranks if ranks is not None else Ranks.detect(parse_duration(rank_timeout))
-            show_logs(self.ranks.rank)
-            self._reporter = RunReporter(self.ranks.rank, self.ranks.world_size, settings, bar=bar)
-            self.checkpointer = Checkpointer(
+            self._ranks = ranks = ranks if ranks is not None else Ranks.detect(parse_duration(rank_timeout))
+            show_logs(ranks.rank)
+            self._reporter = RunReporter(ranks.rank, ranks.world_size, settings, bar=bar)
+            self._checkpointer = Checkpointer(
                 self.root,
                 every=settings.every,
                 keep=None if settings.keep == ALL else int(settings.keep),
                 name=settings.name,
                 fresh=settings.fresh,
-                ranks=self.ranks,
+                ranks=ranks,
                 disk=disk,
                 clock=clock,
                 **checkpointer,
                 **state,
             )
             self._boundaries = Boundaries(
-                self.ranks.scoped("loop"),
+                ranks.scoped("loop"),
                 self.stop_listener,
                 self.checkpointer.schedule,
-                self._lost_a_rank,
-                self._tell_step,
+                self._on_lost_rank,
+                self._report_step,
             )
             if self.stop_listener.stop is not None:
                 self._boundaries.request_stop()
             self._shutdown = GracefulShutdown(
-                self.checkpointer,
-                self.ranks,
+                self._checkpointer,
+                ranks,
                 self.stop_listener,
                 self._exit_wait,
                 self._reporter,
@@ -136,6 +139,16 @@ class Session:
             raise
         _open[self.root] = self
         atexit.register(_close_at_exit, weakref.ref(self))
+
+    @property
+    def ranks(self) -> Ranks:
+        assert self._ranks is not None
+        return self._ranks
+
+    @property
+    def checkpointer(self) -> Checkpointer:
+        assert self._checkpointer is not None
+        return self._checkpointer
 
     @property
     def boundaries(self) -> Boundaries:
@@ -151,27 +164,27 @@ class Session:
     def closed(self) -> bool:
         return self._closed
 
-    # The beginning
+    # Start
 
-    def restored(self, found: Restored | None) -> None:
-        """What the run goes on from is known, and what the engine saved is restored."""
-        if found is not None:
-            self.last_saved = found.step
-            self.finished = found.finished is not None
-            self._finished_at = found.step if self.finished else None
+    def restored(self, checkpoint: Restored | None) -> None:
+        """The engine has restored its state from this checkpoint. None: there is none, the run starts."""
+        if checkpoint is not None:
+            self.last_saved = checkpoint.step
+            self.finished = checkpoint.finished is not None
+            self._finished_at = checkpoint.step if self.finished else None
         self.reporter.started(
-            found,
+            checkpoint,
             finished=self.finished,
             checkpointer=self.checkpointer,
-            heard=self.stop_listener.signals if self.stop_listener.hears_signals else (),
+            handled_signals=self.stop_listener.signals if self.stop_listener.handles_signals else (),
         )
 
     def restored_all(self) -> None:
-        """Everything that was saved is in memory again, also what the adapter restores itself."""
+        """The whole state is in memory again, including what the adapter restores itself."""
         self.reporter.restored(self._parts)
 
     def refused(self, error: BaseException) -> None:
-        """It could not be set up."""
+        """The run could not be set up: report the error and close."""
         if self._reporter is not None:
             self._reporter.refused(error)
         self.close()
@@ -219,51 +232,50 @@ class Session:
             self.boundaries.saved()
 
     def drain_save(self) -> bool:
-        """Wait for the periodic save that is running. Has something gone wrong in the background? Then it is said, and
-        training goes on."""
+        """Wait for the running periodic save. Returns whether it failed: that is logged, and training continues."""
         failed = self.checkpointer.drain_save()
         if failed is not None:
             log.error("the periodic save before this one failed: %s", failed)
             self.last_saved = None
         return failed is not None
 
-    # The end
+    # End
 
     def stop(self) -> Preempted:
         """At a boundary that all ranks have reached: save, end together. Returns the exception to raise."""
         self._past_beginning.set()
-        self._tell_step()
+        self._report_step()
         self.stopped = self._shutdown.stop(self._adapter.position().step, self.last_saved)
         return self.stopped
 
     def finish(self, what: Any) -> None:
-        """Training is done. If its last step is saved, that is marked as the last."""
+        """Training is done. Mark its last step as finished if it is saved. `what`: see `Checkpointer.mark_finished`."""
         self._past_beginning.set()
         step = self._adapter.position().step
         if step == self.last_saved:
             self.checkpointer.mark_finished(step, what)
         self.finished, self._finished_at = True, step
-        self._tell_step()
+        self._report_step()
         self.reporter.finished(step)
 
     def close(self, *, together: bool = True) -> None:
-        """Finish what is being saved, and hear no more signals."""
+        """Finish the running save and stop listening for signals."""
         if self._closed:
             return
         self._closed = True
         self._past_beginning.set()
         if self._reporter is not None and self.stopped is None:
-            self._tell_step()
+            self._report_step()
             step = self._adapter.position().step
-            # One that was finished before may have gone on since: more was asked for.
+            # A finished run may have continued since, because more steps were requested.
             self._reporter.closing(step, finished=step == self._finished_at)
         self.stop_listener.close()
         worker_signals.unshield(self.stop_listener.signals)
         with contextlib.ExitStack() as stack:
-            if getattr(self, "ranks", None) is not None:
-                stack.callback(self.ranks.close)
-            if getattr(self, "checkpointer", None) is not None:
-                stack.callback(self.checkpointer.close, together=together)
+            if self._ranks is not None:
+                stack.callback(self._ranks.close)
+            if self._checkpointer is not None:
+                stack.callback(self._checkpointer.close, together=together)
             if self._boundaries is not None:
                 stack.callback(self._boundaries.close)
 
@@ -272,64 +284,64 @@ class Session:
         parts = self._adapter.drill_parts()
         return self.checkpointer.parts() if parts is None else parts
 
-    # What is told, and by whom
+    # Callbacks
 
-    def _tell_step(self) -> None:
+    def _report_step(self) -> None:
         self.reporter.step(self._adapter.position())
 
-    def _told_to_stop(self) -> None:
+    def _on_stop_request(self) -> None:
         stop = self.stop_listener.stop
-        if stop is not None and stop.certain and (left := stop.left()) is not None:
-            # For the case that no boundary comes before that.
-            process_exit.schedule(left - MARGIN_S, why="the grace period is over:", decided=False)
+        if stop is not None and stop.certain and (remaining_s := stop.remaining_s()) is not None:
+            # In case the loop does not reach a boundary before the deadline.
+            process_exit.schedule(remaining_s - MARGIN_S, why="the grace period is over:", decided=False)
         if self._boundaries is not None:
             self._boundaries.request_stop()
-        self._end_at_the_beginning()
+        self._exit_early()
 
-    def _end_at_the_beginning(self) -> None:
-        """As long as nothing was trained there is nothing to save, and it may take long to get to a boundary: the
-        process loads a checkpoint, reads data again, compiles. On a thread of the guard."""
+    def _exit_early(self) -> None:
+        """Exit without a boundary if nothing was trained. There is nothing to save then, and the first boundary may be
+        far away: the process loads a checkpoint, replays data, compiles. On the stop listener's thread."""
         if self._past_beginning.wait(self._exit_wait.total_seconds()):
             return
         stop, step = self.stop_listener.stop, self.last_saved or 0
         assert stop is not None
-        ahead = self._boundaries is not None and not self._boundaries.at_first_boundary
-        if ahead or self._adapter.position().step > step:
+        has_trained = self._boundaries is not None and not self._boundaries.at_first_boundary
+        if has_trained or self._adapter.position().step > step:
             return
-        log.warning("no step was done since the start: there is nothing to save, and nothing to wait for")
-        process_exit.schedule(_LEAVE_S)
+        log.warning("no step was done since the start: exiting without a save")
+        process_exit.schedule(_EARLY_EXIT_S)
         with contextlib.suppress(ReprieveError):
-            if getattr(self, "ranks", None) is not None:
-                self.ranks.agree("end at the beginning", limit=timedelta(seconds=_LEAVE_S / 2))
+            if self._ranks is not None:
+                self._ranks.agree("exit early", limit=timedelta(seconds=_EARLY_EXIT_S / 2))
         with contextlib.suppress(ReprieveError):
-            if getattr(self, "checkpointer", None) is not None:
-                self.checkpointer.release()
+            if self._checkpointer is not None:
+                self._checkpointer.release()
         if self._reporter is not None:
             self._reporter.stopping(stop.reason, step)
             self._reporter.stopped(step, saved=step > 0, times={"signal": stop.at, "agreed": time.monotonic()})
-        with contextlib.suppress(Exception):  # theirs
+        with contextlib.suppress(Exception):  # the script's own handler
             self.stop_listener.call_previous_handler()
         process_exit.exit_now()
 
-    def _lost_a_rank(self, error: RanksError) -> None:
-        """The main thread probably waits for a dead rank in a collective. While nothing but the store is lost, and
-        nobody wants to stop, training goes on."""
+    def _on_lost_rank(self, error: RanksError) -> None:
+        """The main thread probably waits for a dead rank in a collective, so end the process. If only the store is
+        lost and no stop is requested, training continues."""
         if isinstance(error, RankFailed) and self.stop_listener.stop is None:
             self.reporter.failed(error)
         if isinstance(error, RankFailed) or self.stop_listener.stop is not None:
             process_exit.schedule(self._exit_wait.total_seconds(), code=1, why=f"{error};")
 
     def _close_earlier(self) -> None:
-        """In a notebook the same cell may run twice."""
+        """Close an earlier session on the same folder: in a notebook a cell may run twice."""
         earlier = _open.get(self.root)
         if earlier is not None and not earlier.closed:
-            log.info("the run that this process has in %s is closed: a new one begins", self.root)
+            log.info("closing this process's earlier run in %s: a new one begins", self.root)
             earlier.close()
 
 
 def _close_at_exit(session: weakref.ref[Session]) -> None:
     if (open_session := session()) is not None:
-        # In an interpreter that somebody types into, it may be any error.
+        # In an interactive interpreter the last error may have nothing to do with this run.
         uncaught = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
         if uncaught is not None and not open_session.closed:
             open_session.reporter.failed(uncaught)

@@ -1,4 +1,8 @@
-"""Before there is a session: what is refused then is told to the launcher, too, and ends the process with 42."""
+"""Errors before there is a session: wrong options.
+
+The launcher gets a report of a permanent failure, and the process exits with 42. Adapters wrap the reading of their
+options in `reporting_startup_errors`; later errors are reported by the session (`Session.refused`).
+"""
 
 from __future__ import annotations
 
@@ -13,18 +17,18 @@ from reprieve.preemption.process_exit import process_exit
 
 @contextlib.contextmanager
 def reporting_startup_errors() -> Iterator[None]:
-    """Around what looks at options."""
+    """Report a permanent failure inside the block to the launcher, and raise it."""
     process_exit.prepare()
     try:
         yield
     except Exception as error:
         if is_permanent(error):
-            reporter = Reporter(_number("RANK", 0), _number("WORLD_SIZE", 1))
+            reporter = Reporter(_int_from_env("RANK", 0), _int_from_env("WORLD_SIZE", 1))
             reporter.send(Refused(error=f"{type(error).__name__}: {error}"))
             reporter.close()
         raise
 
 
-def _number(variable: str, default: int) -> int:
+def _int_from_env(variable: str, default: int) -> int:
     text = os.environ.get(variable, "")
     return int(text) if text.isdecimal() else default

@@ -1,4 +1,4 @@
-"""Signals reach the guard whatever the main thread does, and nobody's handlers are lost. Each test is a process."""
+"""Signals reach the listener whatever the main thread does, and nobody's handlers are lost. Each test is a process."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _BEFORE = """
 import os, signal, sys, threading, time
 from datetime import timedelta
 from reprieve.preemption.deadline import Grace
-from reprieve.preemption.stop_listener import Guard
-from reprieve.preemption.signals import watch
+from reprieve.preemption.stop_listener import StopListener
+from reprieve.preemption.signals import signal_watch
 
-told = threading.Event()
-guard = Guard(told.set, grace=Grace(timedelta(seconds=30), "test"), notices="off")
+stop_called = threading.Event()
+listener = StopListener(stop_called.set, grace=Grace(timedelta(seconds=30), "test"), notices="off")
 """
 
 
@@ -29,25 +29,25 @@ def run(script: str, *, code: int = 0, seconds: float = 60) -> str:
 
 def test_a_signal_is_noted_with_its_deadline() -> None:
     run("""
-        guard.start()
+        listener.start()
         os.kill(os.getpid(), signal.SIGTERM)
-        assert told.wait(5)
-        assert guard.stop.reason == "SIGTERM" and guard.stop.signal == signal.SIGTERM
-        assert 29 < guard.stop.left() <= 30
+        assert stop_called.wait(5)
+        assert listener.stop.reason == "SIGTERM" and listener.stop.signal == signal.SIGTERM
+        assert 29 < listener.stop.remaining_s() <= 30
     """)
 
 
 def test_the_main_thread_is_in_c_code() -> None:
     run("""
         import torch
-        guard.start()
+        listener.start()
         torch.set_num_threads(1)
         big = torch.rand(2500, 2500)
         seen = []
         def send():
             time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGTERM)
-            told.wait(5)
+            stop_called.wait(5)
             seen.append(time.monotonic())
         thread = threading.Thread(target=send)
         thread.start()
@@ -63,25 +63,25 @@ def test_the_main_thread_is_in_c_code() -> None:
 def test_two_signals_are_one_stop_with_the_first_deadline() -> None:
     run("""
         calls = []
-        guard = Guard(lambda: calls.append(1), grace=Grace(timedelta(seconds=30), "test"), notices="off")
-        guard.start()
+        listener = StopListener(lambda: calls.append(1), grace=Grace(timedelta(seconds=30), "test"), notices="off")
+        listener.start()
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.2)
-        first = guard.stop
+        first = listener.stop
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.2)
-        assert guard.stop is first and calls == [1], calls
+        assert listener.stop is first and calls == [1], calls
     """)
 
 
 def test_other_signals_by_choice_and_sigint_left_alone() -> None:
     run("""
-        guard = Guard(told.set, grace=Grace(None, "test"), signals=("USR1", signal.SIGTERM), notices="off")
+        listener = StopListener(stop_called.set, grace=Grace(None, "test"), signals=("USR1", signal.SIGTERM), notices="off")
         before = signal.getsignal(signal.SIGINT)
-        guard.start()
+        listener.start()
         assert signal.getsignal(signal.SIGINT) is before
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert told.wait(5) and guard.stop.reason == "SIGUSR1" and guard.stop.deadline is None
+        assert stop_called.wait(5) and listener.stop.reason == "SIGUSR1" and listener.stop.deadline is None
     """)
 
 
@@ -92,12 +92,12 @@ def test_closing_puts_everything_back() -> None:
         signal.signal(signal.SIGTERM, mine)
         read, write = os.pipe2(os.O_NONBLOCK)
         signal.set_wakeup_fd(write)
-        guard.start()
-        guard.close()
+        listener.start()
+        listener.close()
         assert signal.getsignal(signal.SIGTERM) is mine
         assert signal.set_wakeup_fd(-1) == write
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        again = Guard(told.set, grace=Grace(None, ""), notices="off")
+        again = StopListener(stop_called.set, grace=Grace(None, ""), notices="off")
         again.start()
         again.close()
         os.kill(os.getpid(), signal.SIGTERM)
@@ -111,11 +111,11 @@ def test_a_handler_that_was_there_is_called_once_and_later() -> None:
     run("""
         calls = []
         signal.signal(signal.SIGTERM, lambda number, frame: calls.append(number))
-        guard.start()
+        listener.start()
         os.kill(os.getpid(), signal.SIGTERM)
-        assert told.wait(5)
+        assert stop_called.wait(5)
         assert calls == []
-        guard.call_previous_handler()
+        listener.call_previous_handler()
         assert calls == [signal.SIGTERM]
     """)
 
@@ -124,9 +124,9 @@ def test_another_wake_up_descriptor_still_gets_its_bytes() -> None:
     run("""
         read, write = os.pipe2(os.O_NONBLOCK)
         signal.set_wakeup_fd(write)
-        guard.start()
+        listener.start()
         os.kill(os.getpid(), signal.SIGTERM)
-        assert told.wait(5)
+        assert stop_called.wait(5)
         time.sleep(0.1)
         assert os.read(read, 10) == bytes([signal.SIGTERM])
     """)
@@ -136,12 +136,12 @@ def test_a_descriptor_whose_number_is_used_again_gets_nothing() -> None:
     run("""
         read, write = os.pipe2(os.O_NONBLOCK)
         signal.set_wakeup_fd(write)
-        guard.start()
+        listener.start()
         os.close(write)
         other_read, other_write = os.pipe2(os.O_NONBLOCK)
         assert other_write == write or other_read == write
         os.kill(os.getpid(), signal.SIGTERM)
-        assert told.wait(5)
+        assert stop_called.wait(5)
         time.sleep(0.1)
         try:
             got = os.read(other_read, 10)
@@ -161,21 +161,21 @@ def test_asyncio_in_the_main_thread(order: str) -> None:
             loop = asyncio.get_running_loop()
             if {order!r} == "before":
                 loop.add_signal_handler(signal.SIGUSR1, heard.append, "usr1")
-            guard.start()
+            listener.start()
             if {order!r} == "after":
                 loop.add_signal_handler(signal.SIGUSR1, heard.append, "usr1")
-            guard.keep()
+            listener.reassert_signals()
             os.kill(os.getpid(), signal.SIGUSR1)
             os.kill(os.getpid(), signal.SIGTERM)
             for _ in range(100):
                 await asyncio.sleep(0.02)
-                if told.is_set() and heard:
+                if stop_called.is_set() and heard:
                     break
-            assert told.is_set()
+            assert stop_called.is_set()
             assert heard == ["usr1"], heard
             loop.remove_signal_handler(signal.SIGUSR1)
         asyncio.run(main())
-        guard.keep()
+        listener.reassert_signals()
     """)
 
 
@@ -185,15 +185,15 @@ def test_asyncio_handles_the_same_signal() -> None:
         import asyncio
         heard = []
         async def main():
-            guard.start()
+            listener.start()
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, heard.append, "term")
-            guard.keep()
+            listener.reassert_signals()
             os.kill(os.getpid(), signal.SIGTERM)
             for _ in range(100):
                 await asyncio.sleep(0.02)
-                if told.is_set() and heard:
+                if stop_called.is_set() and heard:
                     break
-            assert told.is_set() and heard == ["term"], heard
+            assert stop_called.is_set() and heard == ["term"], heard
         asyncio.run(main())
     """)
 
@@ -201,7 +201,7 @@ def test_asyncio_handles_the_same_signal() -> None:
 def test_a_forked_child_can_be_terminated_and_we_do_not_hear_of_it() -> None:
     run("""
         import multiprocessing
-        guard.start()
+        listener.start()
         for _ in range(3):
             child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
             child.start()
@@ -209,9 +209,9 @@ def test_a_forked_child_can_be_terminated_and_we_do_not_hear_of_it() -> None:
             child.join(5)
             assert child.exitcode == -signal.SIGTERM, child.exitcode
         time.sleep(0.2)
-        assert not told.is_set() and guard.stop is None
+        assert not stop_called.is_set() and listener.stop is None
         os.kill(os.getpid(), signal.SIGTERM)
-        assert told.wait(5)
+        assert stop_called.wait(5)
     """)
 
 
@@ -219,13 +219,13 @@ def test_a_busy_pool_ends_with_its_process() -> None:
     run(
         """
         import multiprocessing
-        guard.start()
+        listener.start()
         pool = multiprocessing.get_context("fork").Pool(2)
         pool.map_async(time.sleep, [60, 60])
         time.sleep(0.3)
         pool.terminate()
         pool.join()
-        assert guard.stop is None
+        assert listener.stop is None
         """,
         seconds=20,
     )
@@ -234,32 +234,32 @@ def test_a_busy_pool_ends_with_its_process() -> None:
 def test_not_on_the_main_thread() -> None:
     run("""
         def work():
-            guard.start()
-            assert not guard.hears_signals
-            guard.keep()
-            guard.request("pause button")
-            assert told.wait(5) and guard.stop.reason == "pause button"
-            guard.close()
+            listener.start()
+            assert not listener.handles_signals
+            listener.reassert_signals()
+            listener.request("pause button")
+            assert stop_called.wait(5) and listener.stop.reason == "pause button"
+            listener.close()
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-        assert told.is_set()
+        assert stop_called.is_set()
     """)
 
 
 def test_on_another_thread_where_the_main_one_was_ready() -> None:
     run("""
-        watch.ready([signal.SIGTERM])
+        signal_watch.install([signal.SIGTERM])
         def work():
-            guard.start()
-            assert guard.hears_signals
-            guard.keep()
+            listener.start()
+            assert listener.handles_signals
+            listener.reassert_signals()
             os.kill(os.getpid(), signal.SIGTERM)
-            assert told.wait(5) and guard.stop.reason == "SIGTERM"
+            assert stop_called.wait(5) and listener.stop.reason == "SIGTERM"
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-        assert told.is_set()
+        assert stop_called.is_set()
     """)
 
 
@@ -268,7 +268,7 @@ def test_who_is_ready_and_has_no_listener_ends_as_ever() -> None:
     run(
         """
         import hashlib
-        watch.ready([signal.SIGTERM])
+        signal_watch.install([signal.SIGTERM])
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
         hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
         """,
@@ -281,7 +281,7 @@ def test_a_handler_from_before_is_called_while_nobody_listens() -> None:
     run("""
         called = []
         signal.signal(signal.SIGTERM, lambda number, frame: called.append(number))
-        watch.ready([signal.SIGTERM])
+        signal_watch.install([signal.SIGTERM])
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.2)
         assert called == [signal.SIGTERM]
@@ -290,9 +290,9 @@ def test_a_handler_from_before_is_called_while_nobody_listens() -> None:
 
 def test_kill_wait() -> None:
     run("""
-        guard = Guard(told.set, grace=Grace(None, ""), kill_wait=timedelta(seconds=0.5), notices="off")
-        guard.start()
+        listener = StopListener(stop_called.set, grace=Grace(None, ""), kill_wait=timedelta(seconds=0.5), notices="off")
+        listener.start()
         os.kill(os.getpid(), signal.SIGTERM)
         started = time.monotonic()
-        assert told.wait(5) and time.monotonic() - started > 0.4
+        assert stop_called.wait(5) and time.monotonic() - started > 0.4
     """)

@@ -213,5 +213,5 @@ def test_only_the_first_rank_tells_why(told: Path) -> None:
 def test_a_rank_that_died_is_told_before_the_process_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("reprieve.session.session.process_exit.schedule", lambda *args, **kwargs: None)
     with make(tmp_path) as run:
-        run._session._lost_a_rank(RankFailed(1, "rank 1 does not answer"))
+        run._session._on_lost_rank(RankFailed(1, "rank 1 does not answer"))
         assert (snapshot(run).state, snapshot(run).reason) == ("failed", "rank 1 does not answer")

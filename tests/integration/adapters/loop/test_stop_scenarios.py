@@ -72,8 +72,8 @@ def test_sigterm_twice(job: Job, apart_s: float) -> None:
         time.sleep(apart_s)
         ranks.signal(0, signal.SIGTERM)
         [result] = ranks.wait()
-    _stopped(result, "told to stop: SIGTERM", "saved step")
-    assert result.output.count("told to stop") == 1
+    _stopped(result, "stop requested: SIGTERM", "saved step")
+    assert result.output.count("stop requested: ") == 1
     assert checkpoints(job) == [steps_seen(job)]
     _goes_on(job, wide)
 
@@ -118,7 +118,7 @@ def test_with_time_for_one_save_the_running_one_is_given_up_for_a_newer_one(job:
     slow = slow_disk(0, WIDE_BYTES * 2 // 3)
     result = attempt(job, slow, terminate(0, "before write", nth=2), fn=wide)
     newest, before = checkpoints(job)
-    _stopped(result, "the periodic save that is running is given up", f"saved step {newest} ")
+    _stopped(result, "giving up the running periodic save", f"saved step {newest} ")
     assert (newest > 8, before) == (True, 4)
     _goes_on(job, wide)
 
@@ -128,7 +128,7 @@ def test_with_time_only_for_the_running_save_that_one_is_finished(job: Job) -> N
     job = replace(job, every=16, epochs=6, step_s=0.1, grace=1.4)
     late = [terminate(0, "before flush", nth=2), pause(0, "before flush", 0.4, nth=2)]
     result = attempt(job, slow_disk(0, WIDE_BYTES * 5 // 6), *late, fn=wide)
-    _stopped(result, " IS NOT SAVED: ", "is finished instead")
+    _stopped(result, " IS NOT SAVED: ", "Finishing the running save of an older step instead")
     assert checkpoints(job) == [32, 16]
     _goes_on(replace(job, step_s=0.0), wide)
 
@@ -153,7 +153,7 @@ def test_a_grace_period_that_is_too_short(job: Job) -> None:
 def test_a_disk_that_fills_during_the_last_save(job: Job) -> None:
     _stopped(attempt(job, *told(2), fn=wide))
     result = attempt(job, full_disk(0, WIDE_BYTES // 2), *told(3), fn=wide)
-    _stopped(result, "step 5 could not be saved: no room for a checkpoint", "goes on from the newest valid checkpoint")
+    _stopped(result, "step 5 could not be saved: no room for a checkpoint", "resumes from the newest valid checkpoint")
     assert checkpoints(job) == [2]
     _goes_on(job, wide)
 
@@ -198,7 +198,7 @@ def test_a_signal_while_other_ranks_are_not_there_yet(job: Job) -> None:
     job = replace(job, kind="ddp")
     results = run_ranks(2, train, job, faults=[pause(1, "set-up", 1.5), terminate(0, "before own")])
     for result in results:
-        _stopped(result, "told to stop", "nothing to save")
+        _stopped(result, "stop requested: ", "nothing to save")
     assert checkpoints(job) == []
     results = run_ranks(2, train, job)
     assert all(result.ok for result in results), str(results[0])

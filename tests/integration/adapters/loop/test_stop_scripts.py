@@ -1,4 +1,4 @@
-"""Scripts as people write them: how they end when they are told to stop.
+"""Scripts as people write them: how they end after a stop request.
 
 Each is a loop of short steps, with something of its own before, in or after it. Some run in an interpreter that is
 started for them, the others, to save the time of importing torch, in a fork of one that has it.
@@ -100,7 +100,7 @@ def _until_it_trains(folder: Path) -> None:
 
 def assert_stopped(folder: Path, ended: Ended) -> None:
     assert ended.code == 143, ended.said
-    assert "told to stop: SIGTERM" in ended.said, ended.said
+    assert "stop requested: SIGTERM" in ended.said, ended.said
     assert "saved step" in ended.said, ended.said
     assert ended.seconds < SLACK_S
     assert ended.said.count("saved step") == 1
@@ -219,7 +219,7 @@ def test_children_work_as_without(tmp_path: Path) -> None:
     assert_stopped(tmp_path, ended)
     assert "pool [0, 2, 4, 6]" in ended.said
     assert f"terminated {-signal.SIGTERM}" in ended.said
-    assert ended.said.index("terminated") < ended.said.index("told to stop")
+    assert ended.said.index("terminated") < ended.said.index("stop requested: ")
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
