@@ -12,12 +12,12 @@ from tests.support.progress_kit import progress
 
 @contextlib.contextmanager
 def listening() -> Iterator[HttpSink]:
-    one = HttpSink(0)
-    one.update(progress())
+    sink = HttpSink(0)
+    sink.update(progress())
     try:
-        yield one
+        yield sink
     finally:
-        one.close(progress())
+        sink.close(progress())
 
 
 def ask(sink: HttpSink, path: str, method: str = "GET", **headers: str) -> tuple[int, str, bytes]:

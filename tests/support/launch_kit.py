@@ -70,8 +70,8 @@ class Lab:
         return json.loads(self.reprieve("status", *([name] if name else []), "--json").out)
 
     def only_run(self) -> dict[str, Any]:
-        [one] = self.status()
-        return dict(one)
+        [run] = self.status()
+        return dict(run)
 
     def seen(self, rank: int = 0) -> list[Any]:
         """What a rank has seen; what was done again counts once, and has to be the same."""

@@ -1,4 +1,4 @@
-"""Every sink, with what it tells progress to, and a way to see what was told."""
+"""Every sink with its receiver, and a way to see what was published."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.status_server import StatusServer
 
 
 class Rig:
-    """One sink, and a way to see what it has told."""
+    """One sink, and a way to see what it has published."""
 
     sink: Sink
 
@@ -34,9 +34,9 @@ class Rig:
     def repair(self) -> None:
         raise NotImplementedError
 
-    def check(self, told: str) -> None:
+    def check(self, content: str) -> None:
         """It is whole."""
-        strict_json(told)
+        strict_json(content)
 
     def end(self) -> None:
         pass
@@ -151,5 +151,5 @@ class BarRig(Rig):
     def repair(self) -> None:
         self.screen.broken = False
 
-    def check(self, told: str) -> None:
-        assert told.isprintable() or "\x1b" in told
+    def check(self, content: str) -> None:
+        assert content.isprintable() or "\x1b" in content

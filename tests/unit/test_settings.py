@@ -250,11 +250,13 @@ def test_a_number_that_is_no_duration() -> None:
         resolve({"kill_wait": -1.0}, {})
 
 
-@pytest.mark.parametrize(("kind", "rank", "said"), [("full", "0", 0), ("Incremental", "0", 1), ("incremental", "1", 0)])
+@pytest.mark.parametrize(
+    ("kind", "rank", "warnings"), [("full", "0", 0), ("Incremental", "0", 1), ("incremental", "1", 0)]
+)
 def test_incremental_checkpoints_are_whole_which_is_said_once(
-    caplog: pytest.LogCaptureFixture, kind: str, rank: str, said: int
+    caplog: pytest.LogCaptureFixture, kind: str, rank: str, warnings: int
 ) -> None:
     env = {"CHECKPOINT_SAVE_TYPE": kind, "RANK": rank}
     resolve({}, {"CHECKPOINT_SAVE_TYPE": kind})  # the launcher
     resolve({}, env, options=False)
-    assert caplog.text.count("is saved whole") == said
+    assert caplog.text.count("is saved whole") == warnings

@@ -34,8 +34,8 @@ def test_pause_and_resume_again_and_again(lab: Lab) -> None:
         running = lab.status("pausing")
         assert running["pid"] == launched.pid and running["attempts"] == number + 1
         assert 0 < running["done"] < 1 and (running["eta_s"] is None or running["eta_s"] > 0)
-        said = lab.reprieve("pause", "pausing")
-        assert "reprieve resume pausing" in said.err
+        output = lab.reprieve("pause", "pausing")
+        assert "reprieve resume pausing" in output.err
         assert launched.wait().code == 143
         paused = lab.status("pausing")
         assert (paused["state"], paused["pid"], paused["exit_code"]) == ("paused", None, 143)
@@ -59,8 +59,8 @@ def test_a_run_that_nobody_gave_a_name(lab: Lab) -> None:
     assert launched.wait().code == 143
     stopped_at = lab.steps()
     again = lab.reprieve("resume", name)
-    one = lab.only_run()
-    assert (one["name"], one["state"], one["step"], one["attempts"]) == (name, "finished", 120, 2), str(again)
+    run = lab.only_run()
+    assert (run["name"], run["state"], run["step"], run["attempts"]) == (name, "finished", 120, 2), str(again)
     assert stopped_at < lab.steps() == 120
 
 
@@ -140,7 +140,7 @@ def test_the_same_command_is_the_same_run(lab: Lab) -> None:
         assert lab.run(["true"]).code == 0
         time.sleep(0.01)
     assert lab.run(["false"]).code == 1
-    assert sorted(one["attempts"] for one in lab.status()) == [1, 2]
+    assert sorted(run["attempts"] for run in lab.status()) == [1, 2]
 
 
 def _made(folder: Path) -> Path:

@@ -20,15 +20,15 @@ def lab(tmp_path: Path) -> Lab:
 
 
 def checks(lab: Lab, *words: str, code: int) -> dict[str, dict[str, Any]]:
-    told = lab.reprieve("doctor", str(lab.job), "--sample", "32MB", "--json", *words, code=code)
-    return {one["name"]: one for one in json.loads(told.out)}
+    output = lab.reprieve("doctor", str(lab.job), "--sample", "32MB", "--json", *words, code=code)
+    return {check["name"]: check for check in json.loads(output.out)}
 
 
 def test_a_machine_on_which_all_is_well(lab: Lab) -> None:
     found = checks(lab, "--state", "1MB", code=0)
     assert {"disk", "room", "grace period", "torchrun", "PID 1", "run records", "Python", "torch"} <= found.keys()
-    assert all(one["level"] != "bad" for one in found.values())
-    assert all(one["fix"] for one in found.values() if one["level"] != "ok")
+    assert all(check["level"] != "bad" for check in found.values())
+    assert all(check["fix"] for check in found.values() if check["level"] != "ok")
     assert not list(lab.job.iterdir()), "nothing is left behind"
     shown = lab.reprieve("doctor", str(lab.job), "--sample", "16MB").out
     assert "/s durable" in shown and "torchrun" in shown
@@ -53,13 +53,13 @@ def test_a_shell_as_the_first_process(lab: Lab) -> None:
     words = " ".join([*REPRIEVE, "doctor", str(lab.job), "--sample", "16MB", "--json"])
     inside = ["unshare", "--pid", "--fork", "--mount-proc", "sh", "-c", f"{words}; exit $?"]
     done = subprocess.run(inside, env=lab.env, cwd=lab.folder, capture_output=True, text=True, timeout=60)
-    found = {one["name"]: one for one in json.loads(done.stdout)}
+    found = {check["name"]: check for check in json.loads(done.stdout)}
     assert done.returncode == 1 and "exec" in found["PID 1"]["fix"], done.stderr
 
 
 def test_a_folder_that_cannot_be_written(lab: Lab) -> None:
     if not Path("/proc/sys").exists() or sys.platform != "linux":
         pytest.skip("needs a folder that nobody can write")
-    told = lab.reprieve("doctor", "/proc/sys", "--sample", "16MB", "--json", code=1)
-    [disk] = [one for one in json.loads(told.out) if one["name"] == "disk"]
+    output = lab.reprieve("doctor", "/proc/sys", "--sample", "16MB", "--json", code=1)
+    [disk] = [check for check in json.loads(output.out) if check["name"] == "disk"]
     assert disk["level"] == "bad"

@@ -27,10 +27,10 @@ def preempted_after(lab: Lab, command: list[str]) -> float:
     launched = lab.start(command, "--grace-period", "10m")
     before = lab.steps()
     until(lambda: lab.steps() >= before + 3, launched)
-    told = time.monotonic()
+    stopped_at = time.monotonic()
     launched.terminate()
     assert launched.wait().code == 143
-    return time.monotonic() - told
+    return time.monotonic() - stopped_at
 
 
 @pytest.mark.parametrize(("ranks", "slow", "grace", "survives"), [(2, None, 30, True), (1, 5_000_000, 2, False)])
@@ -41,8 +41,8 @@ def test_it_foretells_a_preemption(lab: Lab, ranks: int, slow: int | None, grace
     kept = _files(lab.job / "checkpoints")
     steps = lab.steps()
 
-    told = lab.reprieve("drill", "--grace-period", f"{grace}s", "--json", *command, code=0 if survives else 1)
-    report = json.loads(told.out)
+    output = lab.reprieve("drill", "--grace-period", f"{grace}s", "--json", *command, code=0 if survives else 1)
+    report = json.loads(output.out)
     assert report["survives"] is survives and report["ranks"] == ranks
     assert report["equal"] is True, "the state after the start is the one at the stop"
     assert report["step"] > steps, "it went on from a copy of the newest checkpoint"
@@ -69,10 +69,10 @@ def test_the_table(lab: Lab) -> None:
 
 
 def test_a_job_that_cannot_be_rehearsed(lab: Lab) -> None:
-    told = lab.reprieve("drill", *lab.python(steps=3, safe=False), code=2)
-    assert "nothing in this job is protected" in told.err
-    told = lab.reprieve("drill", *lab.python(steps=2), code=2)
-    assert "before it had trained 3 steps" in told.err
+    output = lab.reprieve("drill", *lab.python(steps=3, safe=False), code=2)
+    assert "nothing in this job is protected" in output.err
+    output = lab.reprieve("drill", *lab.python(steps=2), code=2)
+    assert "before it had trained 3 steps" in output.err
     assert lab.reprieve("drill", "trian", code=127)
     assert "--steps" in lab.reprieve("drill", "--steps", "0", "true", code=2).err
 

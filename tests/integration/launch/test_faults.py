@@ -30,10 +30,10 @@ def test_a_script_that_ignores_the_signal(lab: Lab) -> None:
     )
     launched = lab.start(["deaf.py"], "--grace-period", "2s")
     until((lab.folder / "ready").exists, launched)
-    told = time.monotonic()
+    stopped_at = time.monotonic()
     launched.terminate()
     ended = launched.wait()
-    assert 1.5 < time.monotonic() - told < 2.0
+    assert 1.5 < time.monotonic() - stopped_at < 2.0
     assert ended.code == 143
     assert "the grace period is over and the job still runs: killing it" in ended.err
     assert "It did not end in time and was killed" in lab.exit_message()
@@ -46,9 +46,9 @@ def test_a_script_that_hangs(lab: Lab) -> None:
     assert ended.code == 137, str(ended)
     assert ended.err.count("the job hangs after step 4") == 2
     assert ended.err.count("_wait_for_ever") >= 2, "the stacks of the rank"
-    one = lab.only_run()
-    assert (one["state"], one["restarts"], one["attempts"]) == ("hung", 1, 2)
-    assert one["time"]["lost"]["hung"] > 2
+    run = lab.only_run()
+    assert (run["state"], run["restarts"], run["attempts"]) == ("hung", 1, 2)
+    assert run["time"]["lost"]["hung"] > 2
 
 
 def test_a_script_that_always_fails_at_one_step(lab: Lab) -> None:
@@ -56,8 +56,8 @@ def test_a_script_that_always_fails_at_one_step(lab: Lab) -> None:
     assert ended.code == 1, str(ended)
     assert ended.err.count("RuntimeError: it always fails at step 5") == 3
     assert "no progress: 3 attempts in a row ended at step 5 or before" in lab.exit_message()
-    one = lab.only_run()
-    assert (one["state"], one["restarts"], one["attempts"]) == ("failed", 2, 3)
+    run = lab.only_run()
+    assert (run["state"], run["restarts"], run["attempts"]) == ("failed", 2, 3)
 
 
 def test_a_script_that_exits_with_0_before_it_has_finished(lab: Lab) -> None:
@@ -155,7 +155,7 @@ def test_a_setting_that_is_wrong(lab: Lab) -> None:
 
 def test_told_to_stop_between_two_attempts(lab: Lab) -> None:
     launched = lab.start([sys.executable, "-c", "raise SystemExit(3)"], "--max-restarts", "9")
-    until(lambda: any(one["state"] == "waiting to restart" and one["restarts"] >= 2 for one in lab.status()), launched)
+    until(lambda: any(run["state"] == "waiting to restart" and run["restarts"] >= 2 for run in lab.status()), launched)
     launched.terminate()
     ended = launched.wait(10)
     assert ended.code == 143 and "between two attempts" in ended.err, str(ended)

@@ -22,6 +22,7 @@ from reprieve.launch.process import descendants
 from tests.support.launch_kit import JOB, LIMIT_S, REPRIEVE, Lab, Launched, alive, processes_with, until
 
 STEPS = 40
+SOAK = os.environ.get("REPRIEVE_SOAK") == "1"
 
 
 @pytest.fixture
@@ -52,7 +53,8 @@ WAYS: dict[str, tuple[int, Callable[[Lab, str], list[str]]]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.soak
+@pytest.mark.parametrize("way", [way for way in WAYS if SOAK or way != "torchrun 3"])
 def test_stopped_and_started_again(lab: Lab, way: str, undisturbed: Callable[[int], list[Any]]) -> None:
     """143, then 0, and every loss as if nothing had happened."""
     ranks, command = WAYS[way]
@@ -169,10 +171,10 @@ def test_torchrun_waits_for_a_save_of_more_than_30_seconds(lab: Lab) -> None:
     launched = lab.start(lab.torchrun(2, steps=1000, step_s=0.05, width=190_000, slow=300_000), "--grace-period", "2m")
     until(lambda: lab.steps() >= 3, launched)
     launched.terminate()
-    told = time.monotonic()
+    stopped_at = time.monotonic()
     ended = launched.wait()
     assert ended.code == 143 and f"saved at step {lab.steps()}" in lab.exit_message(), str(ended)
-    assert 30 < time.monotonic() - told < 60
+    assert 30 < time.monotonic() - stopped_at < 60
 
 
 def test_a_launcher_that_is_killed_stops_its_job(lab: Lab) -> None:

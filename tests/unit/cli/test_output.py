@@ -72,9 +72,9 @@ def test_one_that_is_removed_meanwhile_is_left_out(
 
     monkeypatch.setattr(verifying, "verify", retention_is_quicker)
     assert execute(["verify", "--json", str(tmp_path)]) == 0
-    told = capsys.readouterr()
-    assert [one["step"] for one in json.loads(told.out)] == [3, 1]
-    assert told.err.strip() == f"{tmp_path}/checkpoint-2 was removed meanwhile: left out"
+    output = capsys.readouterr()
+    assert [result["step"] for result in json.loads(output.out)] == [3, 1]
+    assert output.err.strip() == f"{tmp_path}/checkpoint-2 was removed meanwhile: left out"
 
 
 @pytest.mark.usefixtures("wide")

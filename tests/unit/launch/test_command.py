@@ -121,7 +121,7 @@ def understood(words: list[str]) -> Namespace:
 
 
 @pytest.mark.parametrize(
-    ("typed", "ours", "command"),
+    ("typed", "options", "command"),
     [
         ("python train.py", {}, "python train.py"),
         ("train.py --keep 5", {}, "train.py --keep 5"),
@@ -135,10 +135,10 @@ def understood(words: list[str]) -> Namespace:
         ("--explain", {"explain": True}, ""),
     ],
 )
-def test_where_our_options_end(typed: str, ours: dict[str, Any], command: str) -> None:
+def test_where_our_options_end(typed: str, options: dict[str, Any], command: str) -> None:
     found = vars(understood(typed.split()))
     assert found.pop("command") == command.split()
-    assert {name: value for name, value in found.items() if value} == ours
+    assert {name: value for name, value in found.items() if value} == options
 
 
 def test_words_are_not_taken_apart() -> None:

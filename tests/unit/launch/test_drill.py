@@ -105,17 +105,17 @@ def test_equal_values_have_equal_fingerprints_whatever_holds_them() -> None:
     class Bare:
         pass
 
-    one = {"betas": (0.9, 0.999), "names": {"a", "b", "c"}, "object": Bare(), "weight": torch.ones(2)}
+    state = {"betas": (0.9, 0.999), "names": {"a", "b", "c"}, "object": Bare(), "weight": torch.ones(2)}
     same = OrderedDict(
         betas=[0.9, 0.999], weight=torch.nn.Parameter(torch.ones(2)), names={"c", "b", "a"}, object=Bare()
     )
-    assert fingerprints({"x": one}) == fingerprints({"x": same})
+    assert fingerprints({"x": state}) == fingerprints({"x": same})
     for other in (
-        {**one, "betas": (0.9, 0.99)},
-        {**one, "weight": torch.ones(1, 2)},
-        {**one, "weight": torch.zeros(2)},
+        {**state, "betas": (0.9, 0.99)},
+        {**state, "weight": torch.ones(1, 2)},
+        {**state, "weight": torch.zeros(2)},
     ):
-        assert fingerprints({"x": one}) != fingerprints({"x": other})
+        assert fingerprints({"x": state}) != fingerprints({"x": other})
 
 
 def test_parts_have_the_names_that_the_user_gave() -> None:

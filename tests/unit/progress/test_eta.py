@@ -35,8 +35,8 @@ def test_a_minute_after_a_start_it_is_right_within_a_tenth(clock: FakeClock, job
     tracker = Tracker(clock=clock, total_steps=job["total"], resumed_from=step or None)
     running = FakeJob(clock, tracker, step=step, **job)
     running.run_for(60.0)
-    told = tracker.snapshot().eta_s
-    assert told == pytest.approx(running.seconds_to_the_end(), rel=0.1)
+    snapshot = tracker.snapshot().eta_s
+    assert snapshot == pytest.approx(running.seconds_to_the_end(), rel=0.1)
 
 
 @pytest.mark.parametrize("step", [10_001, 10_497, 10_999])
@@ -45,16 +45,16 @@ def test_where_somebody_says_how_often_one_evaluation_is_enough(clock: FakeClock
     tracker = Tracker(clock=clock, total_steps=60_000, resumed_from=step)
     running = FakeJob(clock, tracker, total=60_000, step_s=0.12, step=step, evaluation=(1000, 120.0), says_when=True)
     running.run_for(max(60.0, 0.12 * (11_000 - step) + 121.0))
-    told = tracker.snapshot().eta_s
-    assert told == pytest.approx(running.seconds_to_the_end(), rel=0.1)
+    snapshot = tracker.snapshot().eta_s
+    assert snapshot == pytest.approx(running.seconds_to_the_end(), rel=0.1)
 
 
 def test_an_evaluation_right_after_a_resume_does_not_count_for_every_step(clock: FakeClock) -> None:
     tracker = Tracker(clock=clock, total_steps=20_000, resumed_from=4_999)
     running = FakeJob(clock, tracker, total=20_000, step_s=0.5, step=4_999, evaluation=(500, 30.0))
     running.run_for(33.0)
-    told = tracker.snapshot().eta_s
-    assert told == pytest.approx(running.seconds_to_the_end(), rel=0.12), "0.56 s a step; not 30.5"
+    snapshot = tracker.snapshot().eta_s
+    assert snapshot == pytest.approx(running.seconds_to_the_end(), rel=0.12), "0.56 s a step; not 30.5"
 
 
 def test_the_speed_of_the_session_before_does_not_count(clock: FakeClock) -> None:
@@ -70,8 +70,8 @@ def test_a_stall_is_an_accident(clock: FakeClock) -> None:
     running.run_for(40.0)
     clock.advance(300.0)
     running.run_for(20.0)
-    told = tracker.snapshot().eta_s
-    assert told == pytest.approx(running.seconds_to_the_end(), rel=0.05)
+    snapshot = tracker.snapshot().eta_s
+    assert snapshot == pytest.approx(running.seconds_to_the_end(), rel=0.05)
 
 
 def test_a_change_of_pace_is_noticed_within_some_minutes(clock: FakeClock) -> None:
@@ -80,8 +80,8 @@ def test_a_change_of_pace_is_noticed_within_some_minutes(clock: FakeClock) -> No
     running.run_for(600.0)
     running.step_s = 0.5
     running.run_for(200.0)
-    told = tracker.snapshot().eta_s
-    assert told == pytest.approx(running.seconds_to_the_end(), rel=0.05)
+    snapshot = tracker.snapshot().eta_s
+    assert snapshot == pytest.approx(running.seconds_to_the_end(), rel=0.05)
 
 
 def test_one_interruption_in_another_is_counted_once(clock: FakeClock) -> None:
@@ -145,8 +145,8 @@ def test_before_the_second_step_nobody_knows(clock: FakeClock) -> None:
 def test_without_a_total_nobody_knows(clock: FakeClock) -> None:
     tracker = Tracker(clock=clock)
     FakeJob(clock, tracker, total=0, step_s=1.0).run_for(60.0)
-    told = tracker.snapshot()
-    assert (told.total_steps, told.total_epochs, told.percent, told.eta_s) == (None, None, None, None)
+    snapshot = tracker.snapshot()
+    assert (snapshot.total_steps, snapshot.total_epochs, snapshot.percent, snapshot.eta_s) == (None, None, None, None)
 
 
 def test_epochs_are_enough(clock: FakeClock) -> None:
@@ -155,17 +155,17 @@ def test_epochs_are_enough(clock: FakeClock) -> None:
     for step in range(451, 511):
         clock.advance(1.0)
         tracker.step(step, epoch=step / 100)
-    told = tracker.snapshot()
-    assert told.percent == pytest.approx(51.0)
-    assert told.eta_s == pytest.approx(490.0)
+    snapshot = tracker.snapshot()
+    assert snapshot.percent == pytest.approx(51.0)
+    assert snapshot.eta_s == pytest.approx(490.0)
 
 
 def test_a_total_may_come_later(clock: FakeClock) -> None:
     tracker = Tracker(clock=clock)
     FakeJob(clock, tracker, total=0, step_s=1.0).run_for(60.0)
     tracker.plan(total_steps=120)
-    told = tracker.snapshot()
-    assert (told.percent, told.eta_s) == (pytest.approx(50.0), pytest.approx(60.0))
+    snapshot = tracker.snapshot()
+    assert (snapshot.percent, snapshot.eta_s) == (pytest.approx(50.0), pytest.approx(60.0))
 
 
 # Never done before it is done
@@ -174,21 +174,21 @@ def test_a_total_may_come_later(clock: FakeClock) -> None:
 @pytest.mark.parametrize("step", [9_996, 9_999, 10_000, 10_001])
 def test_a_run_that_was_stopped_is_not_at_its_end(clock: FakeClock, step: int) -> None:
     tracker = Tracker(clock=clock, total_steps=10_000, resumed_from=9_990)
-    for one in range(9_991, step + 1):
+    for completed in range(9_991, step + 1):
         clock.advance(1.0)
-        tracker.step(one)
+        tracker.step(completed)
     tracker.stopped("SIGTERM", saved=True)
-    told = tracker.snapshot()
-    assert told.percent is not None
-    assert told.percent < 99.95
-    assert told.eta_s == pytest.approx(max(1, 10_000 - step))
+    snapshot = tracker.snapshot()
+    assert snapshot.percent is not None
+    assert snapshot.percent < 99.95
+    assert snapshot.eta_s == pytest.approx(max(1, 10_000 - step))
 
 
 def test_a_run_that_is_finished_is(clock: FakeClock) -> None:
     tracker = Tracker(clock=clock, total_steps=100)
     tracker.step(40)
     tracker.finished()
-    told = tracker.snapshot()
-    assert (told.state, told.step, told.percent, told.eta_s) == ("finished", 40, 100.0, 0.0), (
+    snapshot = tracker.snapshot()
+    assert (snapshot.state, snapshot.step, snapshot.percent, snapshot.eta_s) == ("finished", 40, 100.0, 0.0), (
         "it stopped early by itself"
     )

@@ -49,10 +49,10 @@ def test_names_of_training(tracker: Tracker, logged: dict[str, Any], name: str, 
 )
 def test_names_of_an_evaluation(tracker: Tracker, found: dict[str, Any], name: str) -> None:
     tracker.metrics(found)
-    told = tracker.snapshot()
-    assert getattr(told, name) == 0.5
-    assert told.loss == found.get("loss")
-    assert told.evaluation == {one: value for one, value in found.items() if one != "loss"}
+    snapshot = tracker.snapshot()
+    assert getattr(snapshot, name) == 0.5
+    assert snapshot.loss == found.get("loss")
+    assert snapshot.evaluation == {key: value for key, value in found.items() if key != "loss"}
 
 
 def test_everything_that_was_logged_is_kept_as_plain_numbers(tracker: Tracker) -> None:
@@ -98,8 +98,8 @@ def test_a_value_that_takes_long_to_read_holds_nothing_up(tracker: Tracker) -> N
             return 0.5
 
     tracker.metrics({"loss": Slow()})
-    told: list[Any] = []
-    asking = threading.Thread(target=lambda: told.append(tracker.snapshot()))
+    snapshot: list[Any] = []
+    asking = threading.Thread(target=lambda: snapshot.append(tracker.snapshot()))
     asking.start()
     assert reading.wait(10)
     tracker.step(11)
@@ -107,7 +107,7 @@ def test_a_value_that_takes_long_to_read_holds_nothing_up(tracker: Tracker) -> N
     tracker.saved("a")
     go.set()
     asking.join()
-    assert told[0].loss == 0.5
+    assert snapshot[0].loss == 0.5
     assert tracker.snapshot().loss == 0.25, "what was read late does not replace what came since"
 
 

@@ -39,7 +39,7 @@ def test_in_a_pod_on_its_own_address_too(
 
 
 @pytest.mark.parametrize(
-    ("env", "said"),
+    ("env", "printed"),
     [
         ({}, False),
         ({"KUBERNETES_SERVICE_HOST": "10.96.0.1"}, True),
@@ -47,7 +47,7 @@ def test_in_a_pod_on_its_own_address_too(
     ],
 )
 def test_what_people_look_for_in_the_log_of_a_pod(
-    env: dict[str, str], said: bool, capsys: pytest.CaptureFixture[str]
+    env: dict[str, str], printed: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pod.print_protected(env)
     lines = [
@@ -55,4 +55,4 @@ def test_what_people_look_for_in_the_log_of_a_pod(
         "[Kubeflow] JIT checkpointing enabled",
     ]
     out, err = capsys.readouterr()
-    assert (out, err.splitlines()) == ("", lines if said else [])
+    assert (out, err.splitlines()) == ("", lines if printed else [])

@@ -81,7 +81,7 @@ def test_from_its_start_to_its_end() -> None:
         tracker.step(step)
     tracker.finished()
     publisher.close()
-    assert [(one.step, one.state) for one in notes.closed] == [(10, "finished")]
+    assert [(update.step, update.state) for update in notes.closed] == [(10, "finished")]
     assert len(notes.threads) == 1
     assert threading.get_ident() not in notes.threads
 
@@ -115,7 +115,7 @@ def test_a_sink_that_fails_is_said_once_and_called_again(caplog: pytest.LogCaptu
     with Publisher(Tracker(), [broken, notes]):
         wait_until(lambda: len(broken.updates) > 5 and len(notes.updates) > 5)
     assert len(broken.closed) == len(notes.closed) == 1
-    assert [one.getMessage() for one in caplog.records] == [
+    assert [record.getMessage() for record in caplog.records] == [
         "cannot publish progress to the broken one: no step 0. Training continues"
     ]
 

@@ -21,32 +21,32 @@ def tracker(clock: FakeClock) -> Tracker:
 
 
 def test_before_anything_happened(tracker: Tracker, clock: FakeClock) -> None:
-    told = tracker.snapshot()
-    assert (told.state, told.step, told.resumed_from, told.restarts) == ("starting", 10, 10, 3)
-    assert (told.loss, told.epoch, told.samples_per_s, told.eta_s) == (None, None, None, None)
-    assert (told.percent, told.at) == (10.0, clock.now)
-    assert told.checkpoints == Checkpoints()
-    assert not told.ended
+    snapshot = tracker.snapshot()
+    assert (snapshot.state, snapshot.step, snapshot.resumed_from, snapshot.restarts) == ("starting", 10, 10, 3)
+    assert (snapshot.loss, snapshot.epoch, snapshot.samples_per_s, snapshot.eta_s) == (None, None, None, None)
+    assert (snapshot.percent, snapshot.at) == (10.0, clock.now)
+    assert snapshot.checkpoints == Checkpoints()
+    assert not snapshot.ended
 
 
 @pytest.mark.parametrize("nothing", [0, -1])
 def test_a_total_that_is_none_is_not_known(clock: FakeClock, nothing: int) -> None:
-    told = Tracker(clock=clock, total_steps=nothing, total_epochs=nothing).snapshot()
-    assert (told.total_steps, told.total_epochs, told.percent) == (None, None, None)
+    snapshot = Tracker(clock=clock, total_steps=nothing, total_epochs=nothing).snapshot()
+    assert (snapshot.total_steps, snapshot.total_epochs, snapshot.percent) == (None, None, None)
 
 
 @pytest.mark.parametrize("endless", [sys.maxsize, float(sys.maxsize), math.inf, math.nan])
 def test_epochs_without_end_are_not_told(tracker: Tracker, endless: float) -> None:
     """Stock transformers says sys.maxsize where data has no length."""
     tracker.plan(100, endless)
-    told = tracker.snapshot()
-    assert (told.total_steps, told.total_epochs, told.percent) == (100, None, 10.0)
+    snapshot = tracker.snapshot()
+    assert (snapshot.total_steps, snapshot.total_epochs, snapshot.percent) == (100, None, 10.0)
 
 
 def test_a_step(tracker: Tracker) -> None:
     tracker.step(11, epoch=0.22)
-    told = tracker.snapshot()
-    assert (told.state, told.step, told.epoch) == ("training", 11, 0.22)
+    snapshot = tracker.snapshot()
+    assert (snapshot.state, snapshot.step, snapshot.epoch) == ("training", 11, 0.22)
 
 
 def test_speed(tracker: Tracker, clock: FakeClock) -> None:
@@ -57,9 +57,9 @@ def test_speed(tracker: Tracker, clock: FakeClock) -> None:
         if step % 10 == 0:
             with tracker.pausing(RunState.EVALUATING):
                 clock.advance(60.0)
-    told = tracker.snapshot()
-    assert told.samples_per_s == pytest.approx(16.0, rel=0.05)
-    assert told.tokens_per_s == pytest.approx(2000.0, rel=0.05)
+    snapshot = tracker.snapshot()
+    assert snapshot.samples_per_s == pytest.approx(16.0, rel=0.05)
+    assert snapshot.tokens_per_s == pytest.approx(2000.0, rel=0.05)
 
 
 def test_what_nobody_counts_has_no_speed(tracker: Tracker, clock: FakeClock) -> None:
@@ -67,8 +67,8 @@ def test_what_nobody_counts_has_no_speed(tracker: Tracker, clock: FakeClock) -> 
         clock.advance(0.5)
         tracker.trained_on(8 * step)
         tracker.step(step)
-    told = tracker.snapshot()
-    assert (told.samples_per_s, told.tokens_per_s) == (pytest.approx(16.0), None)
+    snapshot = tracker.snapshot()
+    assert (snapshot.samples_per_s, snapshot.tokens_per_s) == (pytest.approx(16.0), None)
 
 
 # States
@@ -95,23 +95,23 @@ def test_a_stop(tracker: Tracker) -> None:
     tracker.step(50)
     tracker.stopped("SIGTERM", saved=True)
     tracker.finished()  # what a framework says when its loop is left
-    told = tracker.snapshot()
-    assert (told.state, told.reason, told.saved, told.ended) == ("stopped", "SIGTERM", True, True)
-    assert told.percent == 50.0
+    snapshot = tracker.snapshot()
+    assert (snapshot.state, snapshot.reason, snapshot.saved, snapshot.ended) == ("stopped", "SIGTERM", True, True)
+    assert snapshot.percent == 50.0
 
 
 def test_a_failure(tracker: Tracker) -> None:
     tracker.failed("out of memory")
-    told = tracker.snapshot()
-    assert (told.state, told.reason, told.ended) == ("failed", "out of memory", True)
+    snapshot = tracker.snapshot()
+    assert (snapshot.state, snapshot.reason, snapshot.ended) == ("failed", "out of memory", True)
 
 
 def test_a_run_that_is_silent_does_not_look_fresh(tracker: Tracker, clock: FakeClock) -> None:
     clock.advance(5.0)
     tracker.step(11)
-    heard = clock.now
+    updated_at = clock.now
     clock.advance(3600.0)
-    assert tracker.snapshot().at == heard
+    assert tracker.snapshot().at == updated_at
     tracker.saved("checkpoint-11")
     assert tracker.snapshot().at == clock.now
 
@@ -142,10 +142,10 @@ def test_the_newest_is_the_one_that_was_restored(tracker: Tracker) -> None:
     )
 
 
-@pytest.mark.parametrize(("given", "told"), [(-0.1, 0.0), (1.2, 1.0), (math.nan, 0.0), (None, None)])
-def test_a_part_is_between_none_and_all(given: float | None, told: float | None) -> None:
+@pytest.mark.parametrize(("given", "expected"), [(-0.1, 0.0), (1.2, 1.0), (math.nan, 0.0), (None, None)])
+def test_a_part_is_between_none_and_all(given: float | None, expected: float | None) -> None:
     saves = Tracker(saving=lambda: (20, given)).snapshot().checkpoints
-    assert (saves.saving, saves.saving_fraction) == (20, told)
+    assert (saves.saving, saves.saving_fraction) == (20, expected)
 
 
 def test_two_saves_at_the_same_moment_are_two() -> None:
@@ -188,13 +188,13 @@ def test_all_threads_at_once(tracker: Tracker) -> None:
             tracker.saved(f"checkpoint-{number}")
 
     asking, saving = threading.Thread(target=ask), [threading.Thread(target=save) for _ in range(3)]
-    for one in (asking, *saving):
-        one.start()
+    for thread in (asking, *saving):
+        thread.start()
     for step in range(11, 20_000):
         tracker.step(step, step / 100)
         tracker.metrics({"loss": 1 / step})
-    for one in saving:
-        one.join()
+    for thread in saving:
+        thread.join()
     over.set()
     asking.join()
     assert tracker.snapshot().checkpoints.created == 1500

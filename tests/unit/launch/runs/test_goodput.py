@@ -21,19 +21,19 @@ def runs_in_order(draw: st.DrawFn) -> tuple[list[AttemptRecord], float]:
     """Attempts one after another, as one clock shows them; any of them may have lost its launcher."""
     now, attempts = START, []
     for _ in range(draw(st.integers(0, 6))):
-        one = AttemptRecord(now)
+        attempt = AttemptRecord(now)
         now += draw(durations)
         if draw(st.booleans()):
-            one.training = now
+            attempt.training = now
             now += draw(durations)
             if draw(st.booleans()):
-                one.kept_until = now
+                attempt.kept_until = now
                 now += draw(durations)
         now += draw(durations)
         if draw(st.integers(0, 4)):
-            one.end(now, draw(st.sampled_from(CAUSES)))
+            attempt.end(now, draw(st.sampled_from(CAUSES)))
         now += draw(durations)
-        attempts.append(one)
+        attempts.append(attempt)
     return attempts, now
 
 
@@ -42,10 +42,10 @@ def runs_in_any_order(draw: st.DrawFn) -> tuple[list[AttemptRecord], float]:
     """Clocks of several processes, some of them set while the run went on."""
     attempts = []
     for _ in range(draw(st.integers(1, 5))):
-        one = AttemptRecord(draw(moments), training=draw(st.none() | moments), kept_until=draw(st.none() | moments))
+        attempt = AttemptRecord(draw(moments), training=draw(st.none() | moments), kept_until=draw(st.none() | moments))
         if draw(st.integers(0, 4)):
-            one.end(draw(moments), draw(st.sampled_from(CAUSES)))
-        attempts.append(one)
+            attempt.end(draw(moments), draw(st.sampled_from(CAUSES)))
+        attempts.append(attempt)
     return attempts, draw(moments)
 
 
@@ -75,9 +75,9 @@ def test_no_attempt_yet() -> None:
 
 
 def test_an_undisturbed_run_lost_its_first_start_alone() -> None:
-    one = AttemptRecord(START, training=START + 10, kept_until=START + 100)
-    one.end(START + 100, RunState.FINISHED)
-    found = time_spent([one], START + 5000)
+    attempt = AttemptRecord(START, training=START + 10, kept_until=START + 100)
+    attempt.end(START + 100, RunState.FINISHED)
+    found = time_spent([attempt], START + 5000)
     assert found == TimeSpent(100.0, 90.0, {FIRST_START: 10.0}), "what comes after the end is no part of the run"
     assert found.goodput == 0.9
     assert found.as_dict() == {"wall": 100.0, "trained": 90.0, "lost": {FIRST_START: 10.0}, "goodput": 0.9}
@@ -104,9 +104,9 @@ def test_a_failure_takes_what_has_to_be_done_again() -> None:
 
 
 def test_without_a_checkpoint_a_failure_takes_everything() -> None:
-    one = AttemptRecord(START, training=START + 10)
-    one.end(START + 100, RunState.FAILED)
-    assert time_spent([one], START + 120) == TimeSpent(120.0, 0.0, {FIRST_START: 10.0, RunState.FAILED: 110.0})
+    attempt = AttemptRecord(START, training=START + 10)
+    attempt.end(START + 100, RunState.FAILED)
+    assert time_spent([attempt], START + 120) == TimeSpent(120.0, 0.0, {FIRST_START: 10.0, RunState.FAILED: 110.0})
 
 
 def test_an_attempt_that_never_trained_belongs_to_what_came_before_it() -> None:
@@ -119,17 +119,17 @@ def test_an_attempt_that_never_trained_belongs_to_what_came_before_it() -> None:
 
 
 def test_a_pause_lasts_until_somebody_looks() -> None:
-    one = AttemptRecord(START, training=START + 10, kept_until=START + 50)
-    one.end(START + 51, RunState.PAUSED)
-    assert time_spent([one], START + 1051).lost == {FIRST_START: 10.0, RunState.PAUSED: 1001.0}
-    assert losses([one], (RunState.FAILED, RunState.HUNG, RunState.LOST), START + 1051) == (0, 41.0)
+    attempt = AttemptRecord(START, training=START + 10, kept_until=START + 50)
+    attempt.end(START + 51, RunState.PAUSED)
+    assert time_spent([attempt], START + 1051).lost == {FIRST_START: 10.0, RunState.PAUSED: 1001.0}
+    assert losses([attempt], (RunState.FAILED, RunState.HUNG, RunState.LOST), START + 1051) == (0, 41.0)
 
 
 def test_while_it_runs_all_counts_as_trained() -> None:
-    one = AttemptRecord(START, training=START + 10)
-    one.kept_until = START + 20
-    assert time_spent([one], START + 100) == TimeSpent(100.0, 90.0, {FIRST_START: 10.0})
-    assert losses([one], (RunState.RUNNING,), START + 100) == (1, 90.0)
+    attempt = AttemptRecord(START, training=START + 10)
+    attempt.kept_until = START + 20
+    assert time_spent([attempt], START + 100) == TimeSpent(100.0, 90.0, {FIRST_START: 10.0})
+    assert losses([attempt], (RunState.RUNNING,), START + 100) == (1, 90.0)
 
 
 def test_before_the_first_step_nothing_is_trained() -> None:
@@ -147,6 +147,6 @@ def test_a_launcher_that_was_killed_kept_what_was_saved() -> None:
 
 
 def test_times_that_contradict_each_other_are_put_in_order() -> None:
-    one = AttemptRecord(START, training=START - 5, kept_until=START + 500)
-    one.end(START + 100, RunState.PREEMPTED)
-    assert time_spent([one], START + 100) == TimeSpent(100.0, 100.0, {})
+    attempt = AttemptRecord(START, training=START - 5, kept_until=START + 500)
+    attempt.end(START + 100, RunState.PREEMPTED)
+    assert time_spent([attempt], START + 100) == TimeSpent(100.0, 100.0, {})

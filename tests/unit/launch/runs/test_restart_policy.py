@@ -18,8 +18,8 @@ def failures(steps: list[int | None], allowed: int = 1000) -> list[Retry | GiveU
 
 
 def waits(found: list[Retry | GiveUp]) -> list[float]:
-    assert all(isinstance(one, Retry) for one in found), found
-    return [one.wait_s for one in found if isinstance(one, Retry)]
+    assert all(isinstance(decision, Retry) for decision in found), found
+    return [decision.wait_s for decision in found if isinstance(decision, Retry)]
 
 
 def test_the_wait_doubles_up_to_a_minute() -> None:
@@ -53,7 +53,7 @@ def test_three_attempts_without_progress_are_enough(steps: list[int | None]) -> 
 
 def test_progress_begins_the_count_again() -> None:
     found = failures([5, 5, 6, 6, 7, 7, 7])
-    assert [type(one) for one in found] == [Retry] * 6 + [GiveUp]
+    assert [type(decision) for decision in found] == [Retry] * 6 + [GiveUp]
 
 
 def test_progress_begins_the_waits_again() -> None:

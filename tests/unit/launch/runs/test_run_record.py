@@ -109,7 +109,7 @@ def test_it_is_found_by_name_and_the_newest_is_first(tmp_path: Path) -> None:
         with runs.hold(name) as folder:
             folder.write(record(name))
             assert folder.problem is None
-    assert [one.name for one in runs.all()] == ["b", "a"]
+    assert [found.name for found in runs.all()] == ["b", "a"]
     assert runs.find("a").left_out == ["HF_TOKEN"]
     with pytest.raises(ConfigError, match=r"no run 'c'\. Known runs: b, a"):
         runs.find("c")

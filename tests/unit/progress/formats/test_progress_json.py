@@ -15,7 +15,7 @@ from tests.support.progress_kit import AT, ODD_NAME, ODD_NUMBERS, progress, stri
 NOTHING = Progress(at=AT)
 NEVER_ODD = ("percent", "eta_s", "epoch", "total_epochs")
 EVERYTHING_ODD = {
-    one.name: math.nan for one in fields(Progress) if one.type == "float | None" and one.name not in NEVER_ODD
+    entry.name: math.nan for entry in fields(Progress) if entry.type == "float | None" and entry.name not in NEVER_ODD
 }
 
 
@@ -39,7 +39,7 @@ def test_the_file() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "digits", "told"),
+    ("value", "digits", "expected"),
     [
         (0.4523, 4, "0.4523"),
         (2.40584, 4, "2.4058"),
@@ -61,10 +61,10 @@ def test_the_file() -> None:
         (None, 4, None),
     ],
 )
-def test_fractions_as_text(value: float | None, digits: int, told: str | None) -> None:
-    assert progress_json.text(value, digits) == told
-    if told is not None and value:
-        assert float(told) != 0
+def test_fractions_as_text(value: float | None, digits: int, expected: str | None) -> None:
+    assert progress_json.text(value, digits) == expected
+    if expected is not None and value:
+        assert float(expected) != 0
 
 
 @pytest.mark.parametrize(
@@ -75,35 +75,38 @@ def test_fractions_as_text(value: float | None, digits: int, told: str | None) -
     ],
 )  # fmt: skip
 def test_percents_are_rounded_down(percent: float | None, text: str | None, whole: int | None) -> None:
-    one = progress(percent=percent)
-    assert (progress_json.for_file(one)["percentComplete"], progress_json.for_http(one)["progressPercentage"]) == (
+    snapshot = progress(percent=percent)
+    assert (
+        progress_json.for_file(snapshot)["percentComplete"],
+        progress_json.for_http(snapshot)["progressPercentage"],
+    ) == (
         text,
         whole,
     )
 
 
 @pytest.mark.parametrize(
-    ("state", "eta_s", "told"),
+    ("state", "eta_s", "expected"),
     [
         ("training", 90.4, 91), ("training", 0.2, 1), ("stopped", 0.0, 1), ("stopped", None, None),
         ("finished", 0.0, 0), ("training", 1e12, 2**31 - 1), ("training", math.inf, None), ("training", math.nan, None),
     ],
 )  # fmt: skip
-def test_seconds_are_whole_and_zero_only_at_the_end(state: str, eta_s: float | None, told: int | None) -> None:
-    one = progress(state=state, eta_s=eta_s)
-    assert progress_json.for_file(one)["estimatedRemainingSeconds"] == told
-    assert progress_json.for_http(one)["estimatedRemainingSeconds"] == told
+def test_seconds_are_whole_and_zero_only_at_the_end(state: str, eta_s: float | None, expected: int | None) -> None:
+    snapshot = progress(state=state, eta_s=eta_s)
+    assert progress_json.for_file(snapshot)["estimatedRemainingSeconds"] == expected
+    assert progress_json.for_http(snapshot)["estimatedRemainingSeconds"] == expected
 
 
 @pytest.mark.parametrize(
-    ("eta_s", "told"),
+    ("eta_s", "expected"),
     [
         (0.2, "1s"), (59.0, "59s"), (59.5, "1m"), (61.0, "2m"), (2700.0, "45m"), (3541.0, "1h"), (5400.0, "1h30m"),
         (5401.0, "1h31m"), (180_000.0, "50h"), (None, None), (math.inf, None),
     ],
 )  # fmt: skip
-def test_the_time_left_as_text_is_rounded_up(eta_s: float | None, told: str | None) -> None:
-    assert progress_json.for_file(progress(eta_s=eta_s))["estimatedTimeRemaining"] == told
+def test_the_time_left_as_text_is_rounded_up(eta_s: float | None, expected: str | None) -> None:
+    assert progress_json.for_file(progress(eta_s=eta_s))["estimatedTimeRemaining"] == expected
 
 
 def test_no_time_is_left_only_at_the_end() -> None:
@@ -112,10 +115,10 @@ def test_no_time_is_left_only_at_the_end() -> None:
 
 
 def test_what_is_not_known_is_null() -> None:
-    told = progress_json.for_file(NOTHING)
-    known = {name for name, value in told.items() if value is not None}
+    content = progress_json.for_file(NOTHING)
+    known = {name for name, value in content.items() if value is not None}
     assert known == {"step", "lastUpdateTime", "state", "restarts", "checkpointing"}
-    assert told["checkpointing"]["latestCheckpoint"] is None
+    assert content["checkpointing"]["latestCheckpoint"] is None
 
 
 def test_a_part_of_an_epoch_is_an_epoch_to_do() -> None:
@@ -124,32 +127,32 @@ def test_a_part_of_an_epoch_is_an_epoch_to_do() -> None:
 
 def test_a_save_under_way() -> None:
     saves = Checkpoints(saving=160, saving_fraction=0.999)
-    told = progress_json.for_file(progress(checkpoints=saves))["checkpointing"]
-    assert (told["savingStep"], told["savingPercentage"]) == (160, 99)
+    content = progress_json.for_file(progress(checkpoints=saves))["checkpointing"]
+    assert (content["savingStep"], content["savingPercentage"]) == (160, 99)
 
 
 # HTTP
 
 
 def test_what_is_told_over_http() -> None:
-    told = progress_json.for_http(progress())
+    content = progress_json.for_http(progress())
     first = {
         "progressPercentage": 50, "estimatedRemainingSeconds": 91, "currentStep": 150, "totalSteps": 300,
         "currentEpoch": 1.5, "totalEpochs": 3, "trainMetrics": {"loss": 0.45231, "learning_rate": 5e-5},
         "evalMetrics": {"eval_loss": 0.5},
     }  # fmt: skip
-    assert list(told)[:8] == list(first)
-    assert {name: told[name] for name in first} == first
-    assert (told["samplesPerSecond"], told["state"]) == (32.0, "training")
-    assert (told["resumedFrom"], told["resumedFromStep"]) == ("checkpoint-100", 100)
-    assert told["checkpointing"] == progress_json.for_file(progress())["checkpointing"]
+    assert list(content)[:8] == list(first)
+    assert {name: content[name] for name in first} == first
+    assert (content["samplesPerSecond"], content["state"]) == (32.0, "training")
+    assert (content["resumedFrom"], content["resumedFromStep"]) == ("checkpoint-100", 100)
+    assert content["checkpointing"] == progress_json.for_file(progress())["checkpointing"]
 
 
 def test_whole_numbers_are_whole() -> None:
     """A Go program reads them into an int, and refuses 50.0."""
-    told = progress_json.for_http(progress(total_epochs=3.0))
+    content = progress_json.for_http(progress(total_epochs=3.0))
     whole = ("progressPercentage", "estimatedRemainingSeconds", "currentStep", "totalSteps", "totalEpochs")
-    assert {type(told[name]) for name in whole} == {int}
+    assert {type(content[name]) for name in whole} == {int}
 
 
 # Whatever the numbers and names are
@@ -161,14 +164,14 @@ def test_odd_numbers_and_names_are_valid_json(form: Any) -> None:
         train={**ODD_NUMBERS, ODD_NAME: 1.0}, evaluation=ODD_NUMBERS, reason=ODD_NAME,
         checkpoints=Checkpoints(latest=ODD_NAME), **EVERYTHING_ODD,
     )  # fmt: skip
-    told = strict_json(progress_json.dumps(form(odd)))
-    assert told["checkpointing"]["latestCheckpoint"] == ODD_NAME
+    content = strict_json(progress_json.dumps(form(odd)))
+    assert content["checkpointing"]["latestCheckpoint"] == ODD_NAME
     if form is progress_json.for_http:
-        assert told["trainMetrics"] == {
+        assert content["trainMetrics"] == {
             "nan": None, "inf": None, "minus": None, "tiny": 5e-324, "huge": 1.7e308, "whole": 7, ODD_NAME: 1.0,
         }  # fmt: skip
     else:
-        assert told["loss"] == "NaN"
+        assert content["loss"] == "NaN"
 
 
 def test_what_is_no_json_is_not_written() -> None:

@@ -33,7 +33,11 @@ def scraped(data: bytes) -> dict[Any, float]:
             sample = SAMPLE.fullmatch(line)
             assert sample, line
             assert sample[1] == described[-1]
-            label = re.sub(r"\\(.)", lambda one: {"n": "\n"}.get(one[1], one[1]), sample[3]) if sample[2] else None
+            label = (
+                re.sub(r"\\(.)", lambda escaped: {"n": "\n"}.get(escaped[1], escaped[1]), sample[3])
+                if sample[2]
+                else None
+            )
             key = (sample[1].removeprefix("reprieve_"), label) if sample[2] else sample[1].removeprefix("reprieve_")
             assert key not in found
             found[key] = float(sample[4])
@@ -54,7 +58,7 @@ def test_prometheus() -> None:
         "latest_checkpoint_bytes": 10**10, "save_progress_ratio": 0.5,
     }  # fmt: skip
     assert {label: value for (name, label), value in _labelled(found) if name == "state"} == {
-        one: float(one == "training") for one in STATES
+        state: float(state == "training") for state in STATES
     }
     assert found["train_metric", "learning_rate"] == 5e-5
     assert found["eval_metric", "eval_loss"] == 0.5

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("patient")
 
 
 def names(env: dict[str, str], given: dict[str, Any] | None = None) -> list[str]:
-    return [one.name for one in make_sinks(resolve(given or {}, env), {**NO_LOG, **env})]
+    return [sink.name for sink in make_sinks(resolve(given or {}, env), {**NO_LOG, **env})]
 
 
 def test_nothing_is_told_where_nobody_asked() -> None:
@@ -69,7 +69,7 @@ def test_a_bar_is_drawn_where_one_is_wanted_and_can_be(monkeypatch: pytest.Monke
     from rich.console import Console
 
     def found(wanted: bool) -> list[str]:
-        return [one.name for one in make_sinks(resolve({}, {}), NO_LOG, bar=wanted)]
+        return [sink.name for sink in make_sinks(resolve({}, {}), NO_LOG, bar=wanted)]
 
     monkeypatch.setattr(terminal_bar, "terminal", lambda: None)
     assert found(True) == []
@@ -83,8 +83,13 @@ def test_from_the_environment_to_the_file(tmp_path: Path) -> None:
     with Publisher.from_environment(tracker, env=env):
         tracker.step(5)
         tracker.stopped("SIGTERM", saved=False)
-    told = json.loads((tmp_path / "p.json").read_text())
-    assert (told["step"], told["state"], told["saved"], told["percentComplete"]) == (5, "stopped", False, "50.0")
+    content = json.loads((tmp_path / "p.json").read_text())
+    assert (content["step"], content["state"], content["saved"], content["percentComplete"]) == (
+        5,
+        "stopped",
+        False,
+        "50.0",
+    )
 
 
 def test_a_port_in_use_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -94,7 +99,7 @@ def test_a_port_in_use_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
         port = taken.getsockname()[1]
         with Publisher.from_environment(Tracker(), resolve({"metrics_port": port}, {}), env=NO_LOG):
             wait_until(lambda: caplog.records)
-    assert [(one.levelname, f"port {port} is in use" in one.getMessage()) for one in caplog.records] == [
+    assert [(sink.levelname, f"port {port} is in use" in sink.getMessage()) for sink in caplog.records] == [
         ("WARNING", True)
     ]
 

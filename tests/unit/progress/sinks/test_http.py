@@ -19,8 +19,8 @@ PROMETHEUS_ACCEPTS = "application/openmetrics-text;version=1.0.0,text/plain;vers
 
 @pytest.fixture
 def sink() -> Iterator[HttpSink]:
-    with listening() as one:
-        yield one
+    with listening() as sink:
+        yield sink
 
 
 @pytest.mark.parametrize("path", ["/", "/progress", "/progress?pretty=1"])

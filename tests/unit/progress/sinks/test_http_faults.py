@@ -20,8 +20,8 @@ from tests.support.progress_kit import progress, wait_until
 
 @pytest.fixture
 def sink() -> Iterator[HttpSink]:
-    with listening() as one:
-        yield one
+    with listening() as sink:
+        yield sink
 
 
 PROMETHEUS_ACCEPTS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
@@ -41,8 +41,8 @@ def test_too_many_clients_do_not_become_too_many_threads(sink: HttpSink) -> None
     silent = [socket.create_connection(("127.0.0.1", sink.port or 0), 10) for _ in range(100)]
     time.sleep(0.1)
     assert threading.active_count() <= before + http._MAX_CLIENTS
-    for one in silent:
-        one.close()
+    for connection in silent:
+        connection.close()
     wait_until(lambda: threading.active_count() <= before)
     assert ask(sink, "/healthz")[0] == 200
 
@@ -91,8 +91,8 @@ def test_a_forked_child_does_not_keep_the_port(sink: HttpSink) -> None:
     finally:
         os.write(go, b"1")
         os.waitpid(child, 0)
-        for one in (ready, tell, wait, go):
-            os.close(one)
+        for fd in (ready, tell, wait, go):
+            os.close(fd)
 
 
 def test_a_program_that_is_started_does_not_get_the_socket(sink: HttpSink) -> None:

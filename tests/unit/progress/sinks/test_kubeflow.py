@@ -22,18 +22,18 @@ pytestmark = pytest.mark.usefixtures("patient")
 
 @pytest.fixture
 def server() -> Iterator[StatusServer]:
-    one = StatusServer()
-    yield one
-    one.close()
+    server = StatusServer()
+    yield server
+    server.close()
 
 
 def status(data: str | bytes) -> dict[str, Any]:
-    told = strict_json(data)
-    assert list(told) == ["trainerStatus"]
-    found: dict[str, Any] = told["trainerStatus"]
-    assert all(set(one) == {"name", "value"} for one in found["metrics"])
-    assert all(isinstance(one["value"], str) and one["value"] and one["name"] for one in found["metrics"])
-    return {**found, "metrics": {one["name"]: one["value"] for one in found["metrics"]}}
+    content = strict_json(data)
+    assert list(content) == ["trainerStatus"]
+    found: dict[str, Any] = content["trainerStatus"]
+    assert all(set(metric) == {"name", "value"} for metric in found["metrics"])
+    assert all(isinstance(metric["value"], str) and metric["value"] and metric["name"] for metric in found["metrics"])
+    return {**found, "metrics": {metric["name"]: metric["value"] for metric in found["metrics"]}}
 
 
 def test_what_is_pushed() -> None:
@@ -48,14 +48,14 @@ def test_what_is_pushed() -> None:
 
 
 def test_what_is_not_known_is_left_out() -> None:
-    told = status(body(Progress(at=0.0)))
-    assert set(told) == {"lastUpdatedTime", "metrics"}
-    assert set(told["metrics"]) == {"state", "currentStep", "restarts", "checkpointsCreated"}
+    content = status(body(Progress(at=0.0)))
+    assert set(content) == {"lastUpdatedTime", "metrics"}
+    assert set(content["metrics"]) == {"state", "currentStep", "restarts", "checkpointsCreated"}
 
 
 def test_a_run_that_was_stopped_is_not_complete() -> None:
-    told = status(body(progress(state="stopped", percent=99.9, eta_s=1.0)))
-    assert (told["progressPercentage"], told["estimatedRemainingSeconds"]) == (99, 1)
+    content = status(body(progress(state="stopped", percent=99.9, eta_s=1.0)))
+    assert (content["progressPercentage"], content["estimatedRemainingSeconds"]) == (99, 1)
 
 
 def test_it_is_never_too_large() -> None:
@@ -76,12 +76,12 @@ def test_the_sdks_own_client_says_it_in_the_same_way(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     KubeflowSink(environment).update(progress())
-    ours = status(server.bodies[0])
-    assert update_trainjob_status(ours["progressPercentage"], ours["estimatedRemainingSeconds"], ours["metrics"])
-    theirs = status(server.bodies[1])
-    for told in (ours, theirs):
-        datetime.fromisoformat(told.pop("lastUpdatedTime").replace("Z", "+00:00"))
-    assert ours == theirs
+    pushed = status(server.bodies[0])
+    assert update_trainjob_status(pushed["progressPercentage"], pushed["estimatedRemainingSeconds"], pushed["metrics"])
+    sdk_status = status(server.bodies[1])
+    for content in (pushed, sdk_status):
+        datetime.fromisoformat(content.pop("lastUpdatedTime").replace("Z", "+00:00"))
+    assert pushed == sdk_status
 
 
 # How often
@@ -92,7 +92,14 @@ def test_not_more_often_than_every_ten_seconds(server: StatusServer, tmp_path: P
     for step in range(60):
         sink.update(progress(step=step))
         clock.advance(1.0)
-    assert [status(one)["metrics"]["currentStep"] for one in server.bodies] == ["0", "10", "20", "30", "40", "50"]
+    assert [status(request)["metrics"]["currentStep"] for request in server.bodies] == [
+        "0",
+        "10",
+        "20",
+        "30",
+        "40",
+        "50",
+    ]
 
 
 def test_less_and_less_often_while_it_fails(server: StatusServer, tmp_path: Path, clock: FakeClock) -> None:
@@ -124,7 +131,7 @@ def test_the_end_is_told_at_once(server: StatusServer, tmp_path: Path, clock: Fa
         getattr(sink, how)(progress(state="stopped", step=151))
         if how == "close":
             break
-    assert [status(one)["metrics"]["currentStep"] for one in server.bodies] == ["150", "151"]
+    assert [status(request)["metrics"]["currentStep"] for request in server.bodies] == ["150", "151"]
 
 
 def test_a_server_that_does_not_answer_holds_up_neither_training_nor_its_end(
@@ -140,5 +147,5 @@ def test_a_server_that_does_not_answer_holds_up_neither_training_nor_its_end(
 
 
 def test_a_checkpoint_path_is_told_as_it_is() -> None:
-    told = status(body(progress(checkpoints=Checkpoints(latest="/größe/checkpoint-1", created=1))))
-    assert told["metrics"]["latestCheckpoint"] == "/größe/checkpoint-1"
+    content = status(body(progress(checkpoints=Checkpoints(latest="/größe/checkpoint-1", created=1))))
+    assert content["metrics"]["latestCheckpoint"] == "/größe/checkpoint-1"

@@ -22,9 +22,9 @@ pytestmark = pytest.mark.usefixtures("patient")
 
 @pytest.fixture
 def server() -> Iterator[StatusServer]:
-    one = StatusServer()
-    yield one
-    one.close()
+    server = StatusServer()
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="module")

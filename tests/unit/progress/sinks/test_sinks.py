@@ -28,9 +28,9 @@ pytestmark = pytest.mark.usefixtures("patient")
 @pytest.fixture(params=[FileRig, TerminationRig, HttpRig, KubeflowRig, BarRig])
 def rig(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     monkeypatch.setattr(kubeflow, "_INTERVAL_S", 0.0)
-    one: Rig = request.param(tmp_path)
-    yield one
-    one.end()
+    rig: Rig = request.param(tmp_path)
+    yield rig
+    rig.end()
 
 
 def ended(**changes: Any) -> Progress:
@@ -113,7 +113,7 @@ def test_a_failure_ends_nothing_and_is_said_once(rig: Rig, caplog: pytest.LogCap
     tracker.stopped("SIGTERM", saved=True)
     wait_until(lambda: caplog.records)
     publisher.close()
-    assert [one.levelname for one in caplog.records] == ["WARNING"]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert rig.sink.name in caplog.text
 
 
@@ -136,8 +136,8 @@ def test_a_run_that_never_stands_still_is_always_told_as_a_whole(rig: Rig) -> No
     publisher = Publisher(tracker, [_Quick(rig.sink)]).start()
     for _ in range(200):
         with contextlib.suppress(FileNotFoundError):
-            if told := rig.seen():
-                rig.check(told)
+            if content := rig.seen():
+                rig.check(content)
     over.set()
     training.join()
     publisher.close()

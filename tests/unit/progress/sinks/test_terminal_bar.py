@@ -16,12 +16,12 @@ from reprieve.progress.snapshot import Checkpoints, Progress
 from tests.support.progress_kit import progress
 
 
-def shown(*told: Progress) -> str:
+def shown(*updates: Progress) -> str:
     screen = io.StringIO()
     sink = BarSink(Console(file=screen, force_terminal=True, width=160))
-    for one in told:
-        sink.update(one)
-    sink.close(told[-1])
+    for update in updates:
+        sink.update(update)
+    sink.close(updates[-1])
     return screen.getvalue()
 
 
@@ -53,8 +53,8 @@ def test_the_bar_leaves_the_streams_alone() -> None:
 
 
 def test_the_cursor_comes_back() -> None:
-    told = shown(progress(), progress(state="finished"))
-    assert told.rindex("\x1b[?25h") > told.rindex("\x1b[?25l")
+    updates = shown(progress(), progress(state="finished"))
+    assert updates.rindex("\x1b[?25h") > updates.rindex("\x1b[?25l")
 
 
 def test_no_bar_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

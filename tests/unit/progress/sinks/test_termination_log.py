@@ -17,9 +17,9 @@ from tests.support.progress_kit import ODD_NAME, progress, strict_json
 
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
-    one = tmp_path / "termination-log"
-    one.touch()
-    return one
+    path = tmp_path / "termination-log"
+    path.touch()
+    return path
 
 
 def test_nothing_is_written_while_it_trains(log: Path) -> None:
@@ -30,8 +30,8 @@ def test_nothing_is_written_while_it_trains(log: Path) -> None:
 def test_after_a_stop_it_is_written_before_the_end(log: Path) -> None:
     stopped = progress(state="stopped", reason="SIGTERM", saved=True)
     TerminationSink(log).update(stopped)
-    told = strict_json(log.read_text())
-    assert (told["state"], told["saved"], told["progressPercentage"]) == ("stopped", True, 50)
+    content = strict_json(log.read_text())
+    assert (content["state"], content["saved"], content["progressPercentage"]) == ("stopped", True, 50)
 
 
 def test_it_is_written_in_place(log: Path) -> None:
@@ -63,8 +63,8 @@ TOO_MUCH = {
 def test_it_is_never_too_long_and_always_json(log: Path, much: dict[str, Any]) -> None:
     TerminationSink(log).close(progress(state="failed", **much))
     assert 500 < log.stat().st_size <= MAX_BYTES
-    told = strict_json(log.read_text())
-    assert (told["currentStep"], told["progressPercentage"], told["state"]) == (150, 50, "failed")
+    content = strict_json(log.read_text())
+    assert (content["currentStep"], content["progressPercentage"], content["state"]) == (150, 50, "failed")
 
 
 def test_what_fits_is_told(log: Path) -> None:
@@ -78,8 +78,8 @@ def test_the_launcher_leaves_progress_where_it_is(
     monkeypatch.setenv("REPRIEVE_TERMINATION_LOG", str(log))
     TerminationSink(log).close(progress(state="stopped", reason="SIGTERM", train=MANY))
     print_exit_message("stopped by SIGTERM: saved at step 150")
-    told = strict_json(log.read_text())
-    assert (told["message"], told["progressPercentage"]) == ("stopped by SIGTERM: saved at step 150", 50)
+    content = strict_json(log.read_text())
+    assert (content["message"], content["progressPercentage"]) == ("stopped by SIGTERM: saved at step 150", 50)
     assert log.stat().st_size <= MAX_BYTES
     assert capfd.readouterr().err == "reprieve: stopped by SIGTERM: saved at step 150\n"
 
