@@ -33,7 +33,7 @@ from reprieve.launch.rank_status import JobStatus
 from reprieve.launch.runs.outcome import AttemptResult
 from reprieve.launcher_protocol import DRILL, LAUNCHER_SOCKET, Listener
 from reprieve.settings import SETTINGS, Settings
-from reprieve.storage.uri import for_run, local_path
+from reprieve.storage.uri import local_path, run_folder
 
 DEFAULT_GRACE_PERIOD = timedelta(seconds=30)
 """Kubernetes' default, where nothing is known."""
@@ -231,7 +231,7 @@ class Drill:
         if not found:
             return {}
         newest = found[0]
-        target = for_run(original, str(scratch)) / newest.path.name
+        target = run_folder(original, str(scratch)) / newest.path.name
         if shutil.disk_usage(scratch).free < 2.2 * newest.bytes:
             raise DrillFailed(
                 f"no space beside {original} for two more copies of {newest.path.name} ({newest.bytes:,} bytes each)"

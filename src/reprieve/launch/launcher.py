@@ -35,7 +35,7 @@ from reprieve.launcher_protocol import INTERRUPTIONS, LAUNCHER_SOCKET, Listener,
 from reprieve.preemption.deadline import NO_LIMIT_S, Grace, resolve_grace_period
 from reprieve.run_state import RunState
 from reprieve.settings import SETTINGS, Settings
-from reprieve.storage.uri import shown
+from reprieve.storage.uri import display_path
 
 log = logging.getLogger("reprieve")
 
@@ -217,7 +217,7 @@ class Launcher:
         if status.checkpoint is not None and status.checkpoint != self._announced_checkpoint:
             self._announced_checkpoint = status.checkpoint
             path = Path(status.checkpoint)
-            print_message(f"resuming from {path.name} (step {status.resumed}) in {shown(path.parent)}")
+            print_message(f"resuming from {path.name} (step {status.resumed}) in {display_path(path.parent)}")
         record.step, record.done = status.step, status.done
         record.checkpoints = status.checkpoints or record.checkpoints
         entry.from_step, entry.to_step = status.resumed or 0, status.step

@@ -29,7 +29,7 @@ from reprieve.progress.publisher import Publisher
 from reprieve.progress.tracker import Tracker
 from reprieve.session.adapter import TrainingProgress
 from reprieve.settings import NEVER, Settings
-from reprieve.storage.uri import original_path, shown
+from reprieve.storage.uri import display_path, original_path
 
 log = logging.getLogger("reprieve")
 
@@ -85,7 +85,7 @@ class RunReporter:
         # A launcher prints this itself.
         if restored is not None and self._is_first_rank and not self._reporter.has_launcher:
             path = restored.path
-            log.warning("resuming from %s (step %d) in %s", path.name, restored.step, shown(path.parent))
+            log.warning("resuming from %s (step %d) in %s", path.name, restored.step, display_path(path.parent))
         self._reporter.send(
             launcher_protocol.Started(
                 checkpoints=self._folder,

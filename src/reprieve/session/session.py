@@ -37,7 +37,7 @@ from reprieve.session.run_reporter import RunReporter
 from reprieve.session.shutdown import MARGIN_S, GracefulShutdown
 from reprieve.settings import ALL, Settings
 from reprieve.storage.disk import Disk
-from reprieve.storage.uri import for_run
+from reprieve.storage.uri import run_folder
 from reprieve.units import parse_duration
 
 log = logging.getLogger("reprieve")
@@ -73,7 +73,7 @@ class Session:
         process_exit.prepare()
         show_logs()
         self.settings = settings
-        self.root = for_run(settings.checkpoints, settings.drill)
+        self.root = run_folder(settings.checkpoints, settings.drill)
         self.stopped: Preempted | None = None
         self.finished = False
         self._finished_at: int | None = None

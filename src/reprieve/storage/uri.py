@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 from reprieve.errors import ConfigError
 
 
-def for_run(uri: str | os.PathLike[str], drill: str | None) -> Path:
+def run_folder(uri: str | os.PathLike[str], drill: str | None) -> Path:
     """Return the folder that a run with the checkpoints `uri` writes to.
 
     `drill`: the scratch folder of a drill, which takes the place of the root folder.
@@ -25,7 +25,7 @@ def for_run(uri: str | os.PathLike[str], drill: str | None) -> Path:
 
 
 def original_path(uri: str | os.PathLike[str], drill: str | None) -> Path:
-    """Return the path that `uri` has outside of a drill: the inverse of `for_run`."""
+    """Return the path that `uri` has outside of a drill: the inverse of `run_folder`."""
     path = local_path(uri)
     if drill is None or not path.is_relative_to(scratch := local_path(drill)):
         return path
@@ -47,7 +47,7 @@ def local_path(uri: str | os.PathLike[str]) -> Path:
     return Path(text).expanduser().absolute()
 
 
-def shown(path: Path) -> str:
+def display_path(path: Path) -> str:
     """Format a path for messages: relative if it is inside the current folder."""
     with contextlib.suppress(ValueError, OSError):
         return os.fspath(path.absolute().relative_to(Path.cwd()))

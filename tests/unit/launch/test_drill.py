@@ -16,7 +16,7 @@ from reprieve.launch.drill import _TIMED_OUT, DrillReport, _compare, _judge, _no
 from reprieve.launch.rank_status import JobStatus, RankStatus
 from reprieve.launch.runs.outcome import AttemptResult
 from reprieve.launcher_protocol import Stopped
-from reprieve.storage.uri import for_run, original_path
+from reprieve.storage.uri import original_path, run_folder
 
 
 def seen(*ranks: dict[str, str], stopped: bool) -> JobStatus:
@@ -94,11 +94,11 @@ def test_why_a_job_did_not_come_to_its_training(code: int, stop: str | None, wor
 
 def test_a_folder_in_a_drill_and_back(tmp_path: Path) -> None:
     drill = str(tmp_path / "scratch")
-    folder = for_run("/job/out", drill)
+    folder = run_folder("/job/out", drill)
     assert folder == tmp_path / "scratch" / "job" / "out"
-    assert for_run(folder, drill) == folder, "a folder in the scratch folder stays there"
+    assert run_folder(folder, drill) == folder, "a folder in the scratch folder stays there"
     assert original_path(folder, drill) == original_path("/job/out", drill) == Path("/job/out")
-    assert for_run("/job/out", None) == original_path("/job/out", None) == Path("/job/out")
+    assert run_folder("/job/out", None) == original_path("/job/out", None) == Path("/job/out")
 
 
 def test_equal_values_have_equal_fingerprints_whatever_holds_them() -> None:

@@ -16,7 +16,7 @@ from reprieve.adapters.transformers.patching import call_arguments
 from reprieve.data.workers import signals as worker_signals
 from reprieve.launcher_protocol import DRILL, Protected, send_once
 from reprieve.preemption.signals import signal_watch
-from reprieve.storage.uri import for_run
+from reprieve.storage.uri import run_folder
 
 
 def protect_all(module: ModuleType) -> None:
@@ -51,7 +51,7 @@ def redirect_output(module: ModuleType) -> None:
         if options.get("args") is None:
             options["args"] = module.TrainingArguments(output_dir="tmp_trainer")  # the trainer's own default
         arguments = options["args"]
-        arguments.output_dir = os.fspath(for_run(arguments.output_dir, os.environ[DRILL]))
+        arguments.output_dir = os.fspath(run_folder(arguments.output_dir, os.environ[DRILL]))
         arguments.push_to_hub = False
         original(**options)
 

@@ -7,7 +7,7 @@ import threading
 from dataclasses import dataclass
 
 from reprieve.errors import ReprieveError
-from reprieve.storage.uri import local_path, shown
+from reprieve.storage.uri import display_path, local_path
 
 _TIMEOUT_S = 2.0
 """Unresponsive storage must not delay the exit of the launcher."""
@@ -40,9 +40,9 @@ def find_next_start(checkpoints: str) -> NextStart | None:
             checkpoints_there = list_checkpoints(folder)
             valid = [checkpoint for checkpoint in checkpoints_there if checkpoint.problem is None]
             if valid:
-                found.append(NextStart(shown(folder), valid[0].path.name, valid[0].step))
+                found.append(NextStart(display_path(folder), valid[0].path.name, valid[0].step))
             elif not checkpoints_there:
-                found.append(NextStart(shown(folder)))
+                found.append(NextStart(display_path(folder)))
 
     thread = threading.Thread(target=search, name="reprieve next start", daemon=True)
     thread.start()
