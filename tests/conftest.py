@@ -1,14 +1,14 @@
-"""What every test may count on: no network, random numbers that are the same each time, one profile for Hypothesis."""
+"""What every test relies on: no network, the same random numbers each time, one Hypothesis profile."""
 
 from __future__ import annotations
 
 import os
 import random
 
-# Before transformers is imported by anybody: no test looks for a network.
+# Before anything imports transformers: no test uses the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Before torch is: there are virtual machines that announce AMX and do not let it be used. A product of two bfloat16
-# matrices ends a process there, with SIGILL (seen on Firecracker, torch 2.13).
+# Before anything imports torch: some virtual machines announce AMX but do not allow it. Multiplying two bfloat16
+# matrices there ends the process with SIGILL (seen on Firecracker, torch 2.13).
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import numpy as np
@@ -17,17 +17,20 @@ import torch
 from hypothesis import HealthCheck, settings
 
 SOAK = os.environ.get("REPRIEVE_SOAK") == "1"
-"""The long versions of the randomised tests."""
+"""Whether to run the long versions of the randomised tests."""
 
-# A slow disk is no finding: what an example may take is bounded by the test's own timeout.
+# A slow disk is no failure: the timeout of the test limits what its examples take.
 settings.register_profile("default", deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
 settings.register_profile("soak", settings.get_profile("default"), max_examples=3000)
 settings.load_profile("soak" if SOAK else "default")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """On the CPU, torch 2.6 has no FSDP2, 2.7 has none of two dimensions, and 2.8 and 2.9 put strided shards together
-    in the wrong order."""
+    """Skip tests of FSDP on old versions of torch.
+
+    On the CPU, torch 2.6 has no FSDP2, 2.7 has no two-dimensional FSDP2, and 2.8 and 2.9 reassemble strided shards in
+    the wrong order.
+    """
     if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10):
         for item in items:
             if item.get_closest_marker("fsdp") or "fsdp" in item.nodeid:
@@ -43,6 +46,6 @@ def _seeded() -> None:
 
 @pytest.fixture
 def soak() -> None:
-    """For tests that only the soak run has time for."""
+    """Skip the test outside the soak run."""
     if not SOAK:
         pytest.skip("a long one: set REPRIEVE_SOAK=1")

@@ -1,4 +1,4 @@
-"""A test that fails leaves no process behind: the next tests share the machine, and some look at its processes."""
+"""A failing test leaves no process behind: the next tests share the machine, and some inspect its processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small states, a clock that does not wait, disks that fail, and comparisons that look at every bit."""
+"""Small states, a fake clock, failing disks, and bitwise comparisons."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from reprieve.storage.disk import Disk, OpenFile
 SOAK = os.environ.get("REPRIEVE_SOAK") == "1"
 
 pool = BlockPool()
-"""One for all tests of a process: making blocks takes longer than most tests."""
+"""Shared by all tests of a process: allocating blocks takes longer than most tests."""
 
 
 class FakeClock:
-    """Time that passes only when somebody sleeps. `on_sleep` is what the rest of the world does meanwhile."""
+    """A clock that advances only in `sleep`, which then calls `on_sleep`."""
 
     def __init__(self) -> None:
         self.now = 1_700_000_000.0
@@ -69,7 +69,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2, wi
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    """What a tensor shows, as bytes in row-major order."""
+    """Return the values of a tensor as bytes, in row-major order."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
@@ -77,7 +77,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def assert_same(got: Any, want: Any, path: str = "") -> None:
-    """The same types, and every number the same bit for bit: NaN equals itself, -0.0 does not equal 0.0."""
+    """Assert equal types and bitwise equal numbers: NaN equals itself, -0.0 does not equal 0.0."""
     if isinstance(want, torch.Tensor):
         assert isinstance(got, torch.Tensor), path
         assert (got.dtype, got.shape) == (want.dtype, want.shape), path
@@ -90,8 +90,8 @@ def assert_same(got: Any, want: Any, path: str = "") -> None:
             assert_same(got[key], value, f"{path}.{key}")
     elif isinstance(want, list | tuple):
         assert len(got) == len(want), path
-        for number, (one, other) in enumerate(zip(got, want, strict=True)):
-            assert_same(one, other, f"{path}[{number}]")
+        for number, (found, expected) in enumerate(zip(got, want, strict=True)):
+            assert_same(found, expected, f"{path}[{number}]")
     elif isinstance(want, float):
         assert struct.pack("d", got) == struct.pack("d", want), path
     else:
@@ -104,7 +104,7 @@ def copied(module: nn.Module) -> dict[str, Any]:
 
 
 def rewrite_manifest(folder: Path, **changes: Any) -> None:
-    """Another manifest whose own checksum holds: what a person with bad intentions would leave."""
+    """Change a manifest and its checksum, as an attacker would."""
     from dataclasses import replace
 
     from reprieve.checkpoint.format.manifest import MANIFEST, read_manifest
@@ -113,7 +113,7 @@ def rewrite_manifest(folder: Path, **changes: Any) -> None:
 
 
 def entry_of(path: Path) -> FileEntry:
-    """A true manifest entry for a small file."""
+    """Return the correct manifest entry of a small file."""
     from reprieve.checkpoint.format.checksum import digest_of
 
     data = path.read_bytes()
@@ -126,7 +126,7 @@ def manifest(step: int = 1, **changes: Any) -> Manifest:
 
 
 class FailingDisk(Disk):
-    """The n-th call that changes something fails, once or from then on."""
+    """A disk on which the n-th change fails, once or from then on."""
 
     def __init__(self, at: int = -1, code: int = errno.EIO, *, forever: bool = False) -> None:
         self.at = at
@@ -187,7 +187,7 @@ class FailingDisk(Disk):
 
 
 class SlowDisk(Disk):
-    """Writes of large data wait until `go` is set; `writing` says that one does."""
+    """A disk whose writes of checkpoint data wait until `go` is set. `writing` is set when one waits."""
 
     def __init__(self) -> None:
         self.go = threading.Event()

@@ -1,4 +1,4 @@
-"""Few cases of a large matrix, in which every two choices meet at least once."""
+"""Choose a few cases of a large matrix so that every two choices occur together at least once."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def covering(choices: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
     rng = random.Random(4)
     cases = everything(choices)
     places = list(itertools.combinations(range(len(choices)), 2))
-    left = {(i, a, j, b) for i, j in places for a in choices[i] for b in choices[j]}
+    uncovered = {(i, a, j, b) for i, j in places for a in choices[i] for b in choices[j]}
     chosen = []
 
     def new(case: tuple[Any, ...]) -> int:
-        return sum((i, case[i], j, case[j]) in left for i, j in places)
+        return sum((i, case[i], j, case[j]) in uncovered for i, j in places)
 
-    while left:
+    while uncovered:
         best = max(rng.sample(cases, len(cases)), key=new)
-        left -= {(i, best[i], j, best[j]) for i, j in places}
+        uncovered -= {(i, best[i], j, best[j]) for i, j in places}
         chosen.append(best)
     return chosen

@@ -39,7 +39,7 @@ def clock() -> FakeClock:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Publishers wait for their sinks as long as a busy machine needs."""
+    """Let publishers wait for their sinks as long as a busy machine needs."""
     monkeypatch.setattr(publisher, "_CLOSE_TIMEOUT_S", 30.0)
 
 
@@ -53,7 +53,7 @@ def listener() -> Iterator[Listener]:
 
 @pytest.fixture
 def nan_in_fresh_memory() -> Iterator[None]:
-    """What nobody filled is NaN, not what happened to lie there."""
+    """Fill uninitialised tensors with NaN."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
