@@ -65,7 +65,8 @@ class Job:
             command = [sys.executable, "-m", "reprieve", "run", "--grace-period", "60s", *command]
         elif self.protection == "stock":
             command.append("--jit")
-        env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        search_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": search_path}
         return subprocess.Popen(
             command,
             cwd=ROOT,
