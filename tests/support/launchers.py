@@ -17,6 +17,8 @@ from tests.support.jobs.loop_jobs import Job, train
 from tests.support.places import JOBS
 
 LIMIT_S = 150
+PRELOAD = ("tests.support.jobs.loop_jobs", "reprieve.adapters.loop.run", "torch.distributed.fsdp", "torch.profiler")
+"""What all ranks import, in the process that they are forked from."""
 
 
 class Forked:
@@ -24,7 +26,7 @@ class Forked:
 
     def __init__(self, job: Job, ranks: int, **options: Any) -> None:
         backend = "gloo" if ranks > 1 else None
-        self._ranks = start_ranks(ranks, train, job, backend=backend, timeout=LIMIT_S, **options)
+        self._ranks = start_ranks(ranks, train, job, backend=backend, timeout=LIMIT_S, modules=PRELOAD, **options)
 
     def signal(self, rank: int) -> None:
         self._ranks.signal(rank, signal.SIGTERM)
@@ -32,13 +34,13 @@ class Forked:
     def wait(self) -> list[int]:
         with self._ranks:
             results = self._ranks.wait()
-        codes = [-int(one.signal) if one.signal is not None else one.exit_code for one in results]
+        codes = [-int(result.signal) if result.signal is not None else result.exit_code for result in results]
         if any(code not in (0, 143, -15) for code in codes):
             raise AssertionError("\n\n".join(map(str, results)))
         return [code for code in codes if code is not None]
 
 
-class Launched:
+class Spawned:
     """`python script` for one rank, `torchrun script` for several."""
 
     def __init__(self, job: Job, ranks: int) -> None:

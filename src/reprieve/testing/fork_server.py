@@ -101,6 +101,7 @@ def main(fd: int, modules: Sequence[str]) -> None:
     # Imported for the children. Making an optimizer or DDP imports dynamo: 2 to 4 s of CPU time in each rank.
     import torch._dynamo  # noqa: F401
 
+    import reprieve.adapters.loop.run
     import reprieve.checkpoint.checkpointer
     import reprieve.ranks.torch_store  # noqa: F401
     from reprieve.testing import rank_process

@@ -16,7 +16,7 @@ from reprieve.checkpoint.folder.verify import verify
 from reprieve.testing import FullDisk, values
 from tests.support.jobs import dcp_jobs as ranks
 
-pytestmark = pytest.mark.fsdp
+pytestmark = [pytest.mark.fsdp, pytest.mark.xdist_group("dcp")]  # the fixtures take longer than the tests
 
 run_ranks = partial(testing.run_ranks, modules=[ranks.__name__])
 BOTH_WAYS = {"ours by stock": True, "stock by ours": True, "ours by ours": True}

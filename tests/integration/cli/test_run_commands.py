@@ -1,4 +1,4 @@
-"""`reprieve status`, `pause`, `resume` and `logs`, on a job of two ranks and on others."""
+"""`reprieve status`, `pause`, `resume` and `logs`, with a job of two ranks and with other commands."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_run_that_nobody_gave_a_name(lab: Lab) -> None:
 
 
 def test_what_is_stored_of_the_environment(lab: Lab) -> None:
-    """All that is needed to start it again, and no secret."""
+    """The record has all that a resume needs, and no secrets."""
     lab.env |= {"LEARNING_RATE": "0.1", "HF_TOKEN": "hf_abcdefghijklmnop", "PROXY": "http://me:hidden1234@proxy"}
     script = lab.folder / "env.py"
     script.write_text(

@@ -1,4 +1,4 @@
-"""`reprieve run`: how each way to start a job ends, and that what goes on after a stop is what would have been."""
+"""`reprieve run`: the end of each way to start a job, and exact resumes after a stop."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def lab(tmp_path: Path) -> Lab:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[Any]]:
-    """What each of so many ranks sees when nobody stops it."""
+    """Return the losses of each rank of an undisturbed job."""
 
     @functools.cache
     def seen(ranks: int) -> list[Any]:
@@ -56,7 +56,7 @@ WAYS: dict[str, tuple[int, Callable[[Lab, str], list[str]]]] = {
 @pytest.mark.soak
 @pytest.mark.parametrize("way", [way for way in WAYS if SOAK or way != "torchrun 3"])
 def test_stopped_and_started_again(lab: Lab, way: str, undisturbed: Callable[[int], list[Any]]) -> None:
-    """143, then 0, and every loss as if nothing had happened."""
+    """143, then 0, and every loss as in an undisturbed run."""
     ranks, command = WAYS[way]
     shutil.copy(JOB, lab.folder)
     words = command(lab, lab.options(steps=STEPS, step_s=0.05))
@@ -132,7 +132,7 @@ def test_nothing_valid_to_resume_from_needs_a_person(lab: Lab) -> None:
 
 
 def test_a_failure_is_the_commands_own(lab: Lab) -> None:
-    """Under python its exit code; torchrun and accelerate have one of their own for whatever happened to a rank."""
+    """python passes on the exit code; torchrun and accelerate have their own code for all failures of a rank."""
     for way, code in (("python", 1), ("torchrun 2", 1), ("accelerate", 1)):
         ended = lab.run(WAYS[way][1](lab, lab.options(steps=5, crash_at=2)))
         assert ended.code == code, f"{way}: {ended}"
@@ -164,10 +164,10 @@ def test_as_the_first_process_of_a_namespace(lab: Lab) -> None:
 
 @pytest.mark.skipif(
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in Path(torchrun.__file__).read_text(),
-    reason="the torchrun of this torch kills after 30 s, whatever it is told",
+    reason="the torchrun of this torch kills after 30 s, regardless of the setting",
 )
 def test_torchrun_waits_for_a_save_of_more_than_30_seconds(lab: Lab) -> None:
-    """As long as the grace period lasts, and no longer is asked for."""
+    """The launcher sets torchrun's timeout to the grace period."""
     launched = lab.start(lab.torchrun(2, steps=1000, step_s=0.05, width=190_000, slow=300_000), "--grace-period", "2m")
     until(lambda: lab.steps() >= 3, launched)
     launched.terminate()
