@@ -1,24 +1,24 @@
 """Every error that Reprieve raises, as one tree.
 
     ReprieveError
-    ├── ConfigError            a setting is wrong; the message says which and what would be right
+    ├── ConfigError            a setting is wrong; the message names it and a right value
     ├── StateError             the training state cannot be saved, or does not fit what was saved
-    │   ├── UnsafeState        saved, it could not be loaded again (weights_only would refuse it)
+    │   ├── UnsafeState        the state could not be loaded again: weights_only would refuse it
     │   └── StateMismatch      missing or unexpected keys, shapes or dtypes
     ├── CheckpointError        about checkpoints on storage
-    │   ├── InvalidCheckpoint  this one is not whole, not true or not trusted; the message says why
-    │   └── NoValidCheckpoint    something is there, and none of it is valid
+    │   ├── InvalidCheckpoint  one checkpoint is incomplete, damaged or not trusted; the message says why
+    │   └── NoValidCheckpoint  there are checkpoints, and none of them is valid
     ├── StorageError           the storage refused: permission, read-only, not a folder, an I/O error
     │   └── StorageFull        not enough room; names the bytes needed and the bytes free
-    ├── OwnershipError         about who may write to a checkpoint folder
-    │   ├── FolderInUse        another run, still alive, owns it
-    │   └── Fenced             a newer attempt of the same run has taken over from us
+    ├── OwnershipError         about the right to write to a checkpoint folder
+    │   ├── FolderInUse        another run, still alive, holds the folder's lease
+    │   └── Fenced             a newer attempt of the same run has taken over
     └── RanksError             the processes of a job could not agree
-        ├── RankFailed         a rank said that it cannot go on, or did not answer in time
-        └── StoreLost          the store that ranks talk through is gone (its host died)
+        ├── RankFailed         a rank failed, or did not answer in time
+        └── StoreLost          the store that ranks communicate through is gone (its host died)
 
-Third-party errors are chained (`raise … from`), never leaked. A message says what happened, to which thing,
-and what to do about it.
+Third-party errors are chained (`raise … from`), never leaked. A message says what happened, to which thing, and what
+to do about it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class UnsafeState(StateError):
 
 
 class StateMismatch(StateError):
-    """What was saved and what is there now differ in keys, shapes or dtypes."""
+    """The saved state and the live one differ in keys, shapes or dtypes."""
 
 
 class CheckpointError(ReprieveError):
@@ -49,7 +49,7 @@ class CheckpointError(ReprieveError):
 
 
 class InvalidCheckpoint(CheckpointError):
-    """One checkpoint is not whole, not true or not trusted. `reason` is fit for a table cell."""
+    """One checkpoint is incomplete, damaged or not trusted. `reason` is short enough for a table cell."""
 
     def __init__(self, reason: str, *, path: object = None) -> None:
         self.reason = reason
@@ -73,11 +73,11 @@ class StorageFull(StorageError):
 
 
 class OwnershipError(ReprieveError):
-    """Somebody else may write here, or we no longer may."""
+    """This process may not, or no longer, write to a checkpoint folder."""
 
 
 class FolderInUse(OwnershipError):
-    """Another live run owns the folder."""
+    """Another live run holds the folder's lease."""
 
 
 class Fenced(OwnershipError):
@@ -89,30 +89,33 @@ class RanksError(ReprieveError):
 
 
 class RankFailed(RanksError):
-    """A rank cannot go on, or did not answer in time. `rank` is None where several are meant. `for_a_person`: what
-    happened there `is_permanent`."""
+    """A rank failed, or did not answer in time.
 
-    def __init__(self, rank: int | None, reason: str, *, during: str | None = None, for_a_person: bool = False) -> None:
+    `rank` is None if several did. `permanent`: the error of that rank is a permanent failure.
+    """
+
+    def __init__(self, rank: int | None, reason: str, *, during: str | None = None, permanent: bool = False) -> None:
         self.rank = rank
-        self.for_a_person = for_a_person
+        self.permanent = permanent
         self.reason = reason
         self.during = during
         who = f"rank {rank}: {reason}" if rank is not None else reason
         super().__init__(f"{during}: {who}" if during else who)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rank_failed, (self.rank, self.reason, self.during, self.for_a_person)
+        return _rank_failed, (self.rank, self.reason, self.during, self.permanent)
 
 
 class StoreLost(RanksError):
-    """The store that the ranks talk through cannot be reached any more."""
+    """The store that the ranks communicate through cannot be reached any more."""
 
 
 def is_permanent(error: BaseException) -> bool:
-    """Started again, it would fail again: exit code 42."""
-    ours = isinstance(error, ConfigError | StateError | NoValidCheckpoint | FolderInUse)
-    return ours or (isinstance(error, RankFailed) and error.for_a_person)
+    """Whether the error is a permanent failure: a restart would fail again. Exit code 42."""
+    if isinstance(error, RankFailed):
+        return error.permanent
+    return isinstance(error, ConfigError | StateError | NoValidCheckpoint | FolderInUse)
 
 
-def _rank_failed(rank: int | None, reason: str, during: str | None, for_a_person: bool) -> RankFailed:
-    return RankFailed(rank, reason, during=during, for_a_person=for_a_person)
+def _rank_failed(rank: int | None, reason: str, during: str | None, permanent: bool) -> RankFailed:
+    return RankFailed(rank, reason, during=during, permanent=permanent)

@@ -243,7 +243,7 @@ def _results(outcome: Any, name: str) -> list[Any]:
 
 def _failure(outcome: Any, name: str) -> RankFailed:
     if "failed" in outcome:
-        return RankFailed(outcome["failed"], outcome["reason"], during=name, for_a_person=outcome["person"])
+        return RankFailed(outcome["failed"], outcome["reason"], during=name, permanent=outcome["person"])
     missing = outcome["missing"]
     came = f"did not come within {outcome['limit_s']:g} s"
     if len(missing) == 1:
