@@ -27,7 +27,7 @@ def ask(sink: HttpSink, path: str, method: str = "GET", **headers: str) -> tuple
         for name, value in headers.items():
             connection.putheader(name, value)
         connection.endheaders()
-        answer = connection.getresponse()
-        return answer.status, answer.headers["Content-Type"], answer.read()
+        response = connection.getresponse()
+        return response.status, response.headers["Content-Type"], response.read()
     finally:
         connection.close()

@@ -32,10 +32,10 @@ class Lab:
         self.env = {
             **{name: value for name, value in os.environ.items() if not name.startswith(("REPRIEVE", "CHECKPOINT"))},
             "REPRIEVE_STATE_DIR": str(folder / "state"),
-            "REPRIEVE_TERMINATION_LOG": str(folder / "last-words"),
+            "REPRIEVE_TERMINATION_LOG": str(folder / "exit-message"),
             "OMP_NUM_THREADS": "1",
         }
-        (folder / "last-words").touch()
+        (folder / "exit-message").touch()
 
     def options(self, **options: Any) -> str:
         return json.dumps({"folder": str(self.job), **options})
@@ -54,7 +54,7 @@ class Lab:
         return [*head, JOB, self.options(**options)]
 
     def start(self, command: Sequence[str], *before: str, **popen: Any) -> Launched:
-        """`reprieve run BEFORE… COMMAND…`."""
+        """Start `reprieve run BEFORE… COMMAND…`."""
         return Launched(self, [*REPRIEVE, "run", *before, *command], **popen)
 
     def run(self, command: Sequence[str], *before: str, **popen: Any) -> Ended:
@@ -66,7 +66,7 @@ class Lab:
         return ended
 
     def status(self, name: str | None = None) -> Any:
-        """As `reprieve status --json` says."""
+        """Return the output of `reprieve status --json`."""
         return json.loads(self.reprieve("status", *([name] if name else []), "--json").out)
 
     def only_run(self) -> dict[str, Any]:
@@ -74,20 +74,20 @@ class Lab:
         return dict(run)
 
     def seen(self, rank: int = 0) -> list[Any]:
-        """What a rank has seen; what was done again counts once, and has to be the same."""
+        """Return the steps and losses of a rank. A repeated step counts once, and its loss must be the same."""
         path = self.job / f"seen-{rank}.jsonl"
         lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         found: dict[int, Any] = {}
         for step, loss in lines:
-            assert found.setdefault(step, loss) == loss, f"step {step} was done again, and differently"
+            assert found.setdefault(step, loss) == loss, f"step {step} was repeated with another loss"
         return [[step, found[step]] for step in sorted(found)]
 
     def steps(self, rank: int = 0) -> int:
         return len(self.seen(rank))
 
     def exit_message(self) -> str:
-        """Of the launcher; they may stand beside what a rank told of its progress."""
-        found = (self.folder / "last-words").read_text()
+        """Return the launcher's exit message. The progress of a rank may be in the same file."""
+        found = (self.folder / "exit-message").read_text()
         return str(json.loads(found)["message"]) if found.startswith("{") else found
 
 
@@ -105,7 +105,7 @@ class Ended:
 
 
 class Launched:
-    """One that runs."""
+    """A running command."""
 
     def __init__(self, lab: Lab, words: Sequence[str], **popen: Any) -> None:
         self._began = time.monotonic()
@@ -134,8 +134,8 @@ def until(true: Callable[[], object], launched: Launched | None = None, limit_s:
     end = time.monotonic() + limit_s
     while not true():
         if launched is not None and launched.process.poll() is not None:
-            raise AssertionError(f"it has ended\n{launched.wait()}")
-        assert time.monotonic() < end, "it does not come to that"
+            raise AssertionError(f"the command has ended\n{launched.wait()}")
+        assert time.monotonic() < end, "timed out"
         time.sleep(0.02)
 
 
@@ -158,7 +158,7 @@ def alive(pid: int) -> bool:
 
 
 def processes_with(text: str) -> list[int]:
-    """Whose command line has it in it."""
+    """Return the processes whose command line contains the text."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():

@@ -1,4 +1,4 @@
-"""Progress to tell, a job on a clock that does not wait, and a way to see what was told."""
+"""Sample progress, a job on a fake clock, and helpers to read what was published."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ODD_NUMBERS = {"nan": math.nan, "inf": math.inf, "minus": -math.inf, "tiny": 5e-
 
 
 def progress(**changes: Any) -> Progress:
-    """Half way."""
+    """Progress of a run that is half done."""
     known: dict[str, Any] = {
         "at": AT, "state": RunState.TRAINING,
         "step": 150, "total_steps": 300, "epoch": 1.5, "total_epochs": 3, "percent": 50.0,
@@ -37,7 +37,7 @@ def progress(**changes: Any) -> Progress:
 
 
 def strict_json(data: bytes | str) -> Any:
-    """As other languages read it: no NaN, no Infinity, no key twice."""
+    """Parse JSON as strictly as other languages do: no NaN, no Infinity, no duplicate keys."""
 
     def refuse(what: str) -> None:
         raise AssertionError(f"{what} is no JSON")
@@ -57,7 +57,7 @@ def wait_until(condition: Callable[[], object], limit_s: float = 10.0) -> None:
 
 
 class FakeJob:
-    """Trains, evaluates and saves on a clock that does not wait."""
+    """A job that trains, evaluates and saves on a fake clock."""
 
     def __init__(
         self, clock: FakeClock, tracker: Tracker, *, total: int, step_s: float, step: int = 0, first_s: float = 0.0,

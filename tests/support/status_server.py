@@ -14,11 +14,11 @@ import pytest
 
 TOKEN = "eyJhbGciOiJSUzI1NiJ9.eyJhdWQiOiJ0cmFpbmVyIn0.c2VjcmV0"
 PATH = "/apis/trainer.kubeflow.org/v1alpha1/namespaces/mine/trainjobs/job/status"
-MOST_BYTES = 1 << 16
+MAX_BYTES = 1 << 16
 
 
 class StatusServer:
-    """Answers each POST to its path that has its token, and notes what it was told."""
+    """Accepts each POST to its path that has its token, and keeps the bodies."""
 
     def __init__(self, certificate: tuple[Path, Path] | None = None) -> None:
         self.bodies: list[str] = []
@@ -40,7 +40,7 @@ class StatusServer:
         self._thread.start()
 
     def environment(self, folder: Path, **more: str) -> dict[str, str]:
-        """What the controller puts into a pod."""
+        """Return the variables that the controller sets in a pod."""
         (folder / "token").write_text(self.token + "\n")
         return {
             "KUBEFLOW_TRAINER_SERVER_URL": self.url,
@@ -67,26 +67,26 @@ class _Handler(BaseHTTPRequestHandler):
             status = 404
         elif self.headers["Authorization"] != f"Bearer {self.rig.token}":
             status = 403
-        elif self.headers["Content-Type"] != "application/json" or size > MOST_BYTES:
+        elif self.headers["Content-Type"] != "application/json" or size > MAX_BYTES:
             status = 422
         if status == 200:
             self.rig.bodies.append(data)
         else:
             self.rig.refused.append(status)
-        answer = data.encode() if status == 200 else b'{"kind": "Status"}'
+        response = data.encode() if status == 200 else b'{"kind": "Status"}'
         self.send_response(status)
         if status in (301, 302, 307):
             self.send_header("Location", f"http://127.0.0.1:{self.rig._server.server_port}/stolen")
-        self.send_header("Content-Length", str(len(answer)))
+        self.send_header("Content-Length", str(len(response)))
         self.end_headers()
-        self.wfile.write(answer)
+        self.wfile.write(response)
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
 
 
 def make_certificate(folder: Path) -> tuple[Path, Path]:
-    """For localhost, signed by itself: the file is also its own authority."""
+    """Create a self-signed certificate for localhost. The file is also its own authority."""
     if shutil.which("openssl") is None:
         pytest.skip("needs openssl to make a certificate")
     certificate, key = folder / "ca.crt", folder / "key.pem"

@@ -1,4 +1,4 @@
-"""What looks like a secret is not written down, and what does not is."""
+"""Values that look like secrets are not stored, and others are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run is told: an argument wins over the environment, which wins over the default."""
+"""Settings: an argument overrides the environment, which overrides the default."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EVERY_SETTING = [
     ("metrics_port", "REPRIEVE_METRICS_PORT", ("0", 0), (" OFF ", OFF), AUTO),
     ("drill", "REPRIEVE_DRILL", ("/a", "/a"), ("/b", "/b"), None),
 ]
-ALL_SAID = {
+ALL_GIVEN = {
     "checkpoints": "/data/run 1",
     "every": "epoch",
     "keep": "all",
@@ -52,7 +52,7 @@ ALL_SAID = {
 
 def test_the_table_has_every_setting() -> None:
     assert {(row[0], row[1]) for row in EVERY_SETTING} == {(name, setting.env) for name, setting in SETTINGS.items()}
-    assert set(ALL_SAID) == set(SETTINGS)
+    assert set(ALL_GIVEN) == set(SETTINGS)
 
 
 @pytest.mark.parametrize("name", SETTINGS.keys() - {"drill"})
@@ -82,7 +82,7 @@ def test_every_option_has_a_real_metavar(name: str, capsys: pytest.CaptureFixtur
 
 def test_options_of_the_command_line_can_be_given_again() -> None:
     """As for a detached run: the same options, whatever the environment says."""
-    given = {name: value for name, value in ALL_SAID.items() if SETTINGS[name].is_option}
+    given = {name: value for name, value in ALL_GIVEN.items() if SETTINGS[name].is_option}
     settings = resolve(given, {"REPRIEVE_KILL_WAIT": "5s", "REPRIEVE_SAVE_AT_END": "no"})
     assert set(settings.options()) == set(given) - {"fresh"}
     again = resolve({**settings.options(), "fresh": True}, {})
@@ -212,7 +212,7 @@ def test_nothing_that_was_not_said_is_passed_on() -> None:
 
 
 def test_all_that_was_said_is_understood_alike_by_the_child() -> None:
-    before = resolve(ALL_SAID, {})
+    before = resolve(ALL_GIVEN, {})
     after = resolve({}, before.environment())
     assert {name: getattr(after, name) for name in SETTINGS} == {name: getattr(before, name) for name in SETTINGS}
     assert after.sources == {name: setting.env for name, setting in SETTINGS.items()}

@@ -1,4 +1,4 @@
-"""The commands, run as a user runs them."""
+"""The commands as real processes."""
 
 from __future__ import annotations
 

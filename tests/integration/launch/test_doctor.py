@@ -1,4 +1,4 @@
-"""`reprieve doctor`: what it finds on this machine, and what it would find on others."""
+"""`reprieve doctor`: its checks on this machine, and on machines with problems."""
 
 from __future__ import annotations
 

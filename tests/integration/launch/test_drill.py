@@ -1,4 +1,4 @@
-"""`reprieve drill`: what it foretells is what happens."""
+"""`reprieve drill`: its predictions match real preemptions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def lab(tmp_path: Path) -> Lab:
 
 
 def preempted_after(lab: Lab, command: list[str]) -> float:
-    """A real preemption, with all the time it needs: seconds until the launcher has ended."""
+    """Preempt the job without a time limit and return the seconds until the launcher has exited."""
     launched = lab.start(command, "--grace-period", "10m")
     before = lab.steps()
     until(lambda: lab.steps() >= before + 3, launched)
@@ -104,7 +104,7 @@ def test_an_unmodified_script_survives_and_leaves_no_folder(hf_lab: Lab) -> None
 
 
 def test_what_is_in_the_output_folder_stays_as_it_is(hf_lab: Lab) -> None:
-    """TRL writes a model card with every save, over the one that is there."""
+    """TRL overwrites the model card with every save."""
     out = hf_lab.folder / "out"
     out.mkdir()
     (out / "README.md").write_text("mine")

@@ -1,4 +1,4 @@
-"""SIGTERM to one process of a job that does not train yet: a stop, whoever gets it and when. A crash is a failure."""
+"""SIGTERM to a process of a job that does not train yet: always a stop, at any time. A crash is a failure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def command(lab: Lab, way: str, moment: str) -> list[str]:
 
 
 def started_rank(lab: Lab, rank: int, launched: Launched) -> int:
-    """The process of a rank, as soon as it has executed Python."""
+    """Return the process of a rank, as soon as it runs Python."""
     found: list[int] = []
 
     def look() -> bool:
@@ -119,7 +119,7 @@ def test_what_is_said_long_before_training_begins_is_true(lab: Lab, script: str,
     (lab.folder / "train.py").write_text(script)
     launch = (
         "import sys, reprieve.launch.launcher as launcher; from reprieve.cli import execute\n"
-        "launcher._TELL_AFTER_S = 0.3; sys.exit(execute(['run', 'train.py']))"
+        "launcher._UNPROTECTED_AFTER_S = 0.3; sys.exit(execute(['run', 'train.py']))"
     )
     ended = Launched(lab, [sys.executable, "-c", launch]).wait()
     assert ended.code in (0, 3), str(ended)
@@ -128,7 +128,7 @@ def test_what_is_said_long_before_training_begins_is_true(lab: Lab, script: str,
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_any_other_signal_to_a_rank_is_a_failure(lab: Lab, number: int) -> None:
-    """torchrun then ends the other rank with SIGTERM: that is no stop."""
+    """torchrun then ends the other rank with SIGTERM: that is not a stop."""
     words = command(lab, "torchrun", "import")
     words.remove("--max-restarts=3")
     launched = lab.start(words)

@@ -1,4 +1,4 @@
-"""What can go wrong under `reprieve run`: each with its message and its code. docs/launch.md lists them."""
+"""Faults under `reprieve run`, each with its message and exit code. docs/launch.md lists them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_script_that_ignores_the_signal(lab: Lab) -> None:
 
 
 def test_a_script_that_hangs(lab: Lab) -> None:
-    """Its stacks first; then it is ended, and started again."""
+    """The launcher shows its stacks, ends it and restarts it."""
     ended = lab.run(lab.python(steps=10, hang_at=5, step_s=0.3, every=2), "--hang-timeout", "2s", "--max-restarts", "1")
     assert ended.code == 137, str(ended)
     assert ended.err.count("the job hangs after step 4") == 2
@@ -69,7 +69,7 @@ def test_a_script_that_exits_with_0_before_it_has_finished(lab: Lab) -> None:
 
 @pytest.mark.parametrize(("ranks", "code"), [(1, 137), (2, 1)])
 def test_a_rank_that_is_killed(lab: Lab, ranks: int, code: int) -> None:
-    """What torchrun says is its own; and the next start goes on from the last checkpoint."""
+    """torchrun prints its own message, and the next start resumes from the last checkpoint."""
     options = {"steps": 12, "kill_at": 8, "every": 3, "step_s": 0.3}
     command = lab.python(**options) if ranks == 1 else lab.torchrun(ranks, **options)
     ended = lab.run(command)
@@ -104,7 +104,7 @@ def test_words_arrive_as_they_were_typed(lab: Lab) -> None:
 
 
 def test_stdout_that_nobody_reads(lab: Lab) -> None:
-    """Closed from the start, or after a while: the script does not notice, and the log has it all."""
+    """Closed at the start or later: the script does not notice, and the log is complete."""
     script = lab.folder / "talk.py"
     script.write_text("import sys\nfor n in range(20_000): print(n)\nprint('done', file=sys.stderr)\n")
     read, write = os.pipe()
@@ -119,7 +119,7 @@ def test_stdout_that_nobody_reads(lab: Lab) -> None:
 
 
 def test_a_full_disk_for_the_run_record(lab: Lab, tmp_path: Path) -> None:
-    """It is said once, and training goes on and finishes."""
+    """The launcher reports it once, and training continues and finishes."""
     if os.geteuid() != 0:
         pytest.skip("mounting needs root")
     small = tmp_path / "small"
@@ -162,7 +162,7 @@ def test_told_to_stop_between_two_attempts(lab: Lab) -> None:
 
 
 def test_nothing_outlives_the_command(lab: Lab) -> None:
-    """Not what it has left behind, not even what ignores to be asked."""
+    """Neither its leftovers nor processes that ignore SIGTERM."""
     marker = f"marker-{os.getpid()}"
     left = f"import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600) # {marker}"
     command = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {left!r}]); time.sleep(0.5)"

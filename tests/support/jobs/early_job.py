@@ -1,8 +1,8 @@
-"""A script that is stopped before it trains: `python early_job.py FOLDER MOMENT`. It writes its process id
-when it is there.
+"""A script that is stopped before it trains: `python early_job.py FOLDER STAGE`. It writes its process id when it has
+reached the stage:
 
-- import: an import that takes long
-- ready: the hook on transformers.trainer has installed our handler, and nobody listens yet
+- import: in a slow import
+- ready: the hook on transformers.trainer has installed its signal handler, and there is no session yet
 - run: a `reprieve.Run` exists, and no step was trained
 - crash: the same, and the last rank fails
 """
@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-folder, moment = Path(sys.argv[1]), sys.argv[2]
+folder, stage = Path(sys.argv[1]), sys.argv[2]
 rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -26,21 +26,21 @@ def wait_here() -> None:
     time.sleep(60)
 
 
-if moment == "import":
+if stage == "import":
     (folder / f"slow_{rank}.py").write_text("import __main__\n__main__.wait_here()\n")
     sys.path.insert(0, str(folder))
     __import__(f"slow_{rank}")
-elif moment == "ready":
+elif stage == "ready":
     from reprieve.preemption.signals import signal_watch
 
     signal_watch.install([signal.SIGTERM])
     wait_here()
-elif moment in ("run", "crash"):
+elif stage in ("run", "crash"):
     import torch
 
     import reprieve
 
     run = reprieve.Run(folder / "checkpoints", model=torch.nn.Linear(2, 2), exit_wait="1s", notices="off")
-    if moment == "crash" and rank == ranks - 1:
+    if stage == "crash" and rank == ranks - 1:
         raise RuntimeError("this rank fails")
     wait_here()

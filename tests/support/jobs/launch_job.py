@@ -1,6 +1,6 @@
 """A training script, as people write them, for the tests of the launcher: `python launch_job.py '{"steps": 30}'`.
 
-What it sees goes to `seen-<rank>.jsonl` in its folder, a line a step; an interrupted one appends.
+Each rank writes a line per step to `seen-<rank>.jsonl` in the job's folder. A resumed job appends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs a script as a torchrun worker and writes down how it ended: torchrun itself does not tell."""
+"""Runs a script as a torchrun worker and writes its exit code to a file: torchrun itself does not report it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    # The whole process group gets the signal; the script itself has to answer it.
+    # The whole process group gets the signal; the script itself must handle it.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     child = subprocess.Popen([sys.executable, *sys.argv[1:]])
     folder = Path(json.loads(sys.argv[2])["folder"])

@@ -1,4 +1,4 @@
-"""`ls`, `verify` and `show` on folders with odd names, beside a training that goes on, and where they may not look."""
+"""`ls`, `verify` and `show` with odd names, during a training, and without permission."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def refuse(*_: object, **__: object) -> Any:
 
 @pytest.fixture
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever pytest's own folder is called, a path has room in a table."""
+    """Make tables wide enough for any path of pytest."""
     monkeypatch.setattr("reprieve.cli.output.data._width", 1000)
 
 

@@ -1,4 +1,4 @@
-"""The command as typed, what starts it, and where our own options end."""
+"""The command as typed and as started, and where the options of reprieve end."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_relative_path_stays_relative(word: str, here: Path) -> None:
 
 
 def test_a_script_that_may_be_executed_is_found_where_it_is(here: Path) -> None:
-    """Some file systems say of every file that it may be; the path is not where scripts lie."""
+    """Some file systems report every file as executable, and scripts are not on the path."""
     script(here / "train.py", "#!/usr/bin/env python\n", mode=0o755)
     assert parse(["train.py", "x"], {"PATH": "/nowhere"}).argv[-2:] in (
         ("train.py", "x"),

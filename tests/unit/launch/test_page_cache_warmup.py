@@ -1,4 +1,4 @@
-"""The newest checkpoint is read and checked while the command still imports torch."""
+"""The warm-up reads and verifies the newest checkpoint while the command still imports torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Two checkpoints, not in memory."""
+    """Two checkpoints that are not in the page cache."""
     model = torch.nn.Linear(512, 512)
     with Checkpointer(tmp_path / "checkpoints", model=model) as checkpointer:
         for step in (10, 20):
@@ -38,7 +38,7 @@ def forget(root: Path) -> None:
 
 
 def in_memory(path: Path) -> bool:
-    """All of it, says the kernel."""
+    """Whether the kernel has all of it in the page cache."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
         pages = (ctypes.c_ubyte * -(-len(mapped) // mmap.PAGESIZE))()
         first = ctypes.c_char.from_buffer(mapped)
@@ -97,7 +97,7 @@ def test_a_restore_asks_the_disk_for_nothing_then(root: Path, monkeypatch: pytes
 
 
 def test_what_came_from_memory_was_not_read_back(root: Path) -> None:
-    """Nothing older may go on its account: the medium may hold something else."""
+    """It must not cause older checkpoints to be removed: the disk may hold other bytes than the page cache."""
 
     def read_back() -> int | None:
         with Checkpointer(root, model=torch.nn.Linear(512, 512)) as checkpointer:

@@ -1,4 +1,4 @@
-"""How long a run still takes: right within 10 % a minute after a resume, and never a wrong number."""
+"""The remaining time: right within 10 % a minute after a resume, and never a wrong number."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_minute_after_a_start_it_is_right_within_a_tenth(clock: FakeClock, job
 
 @pytest.mark.parametrize("step", [10_001, 10_497, 10_999])
 def test_where_somebody_says_how_often_one_evaluation_is_enough(clock: FakeClock, step: int) -> None:
-    """500 steps a minute, evaluated every 1000, for as long again: without a word one cannot know after the first."""
+    """500 steps a minute and equally long evaluations every 1000 steps: the first one does not tell the frequency."""
     tracker = Tracker(clock=clock, total_steps=60_000, resumed_from=step)
     running = FakeJob(clock, tracker, total=60_000, step_s=0.12, step=step, evaluation=(1000, 120.0), says_when=True)
     running.run_for(max(60.0, 0.12 * (11_000 - step) + 121.0))
@@ -58,7 +58,7 @@ def test_an_evaluation_right_after_a_resume_does_not_count_for_every_step(clock:
 
 
 def test_the_speed_of_the_session_before_does_not_count(clock: FakeClock) -> None:
-    """What Transformers' own callback does: elapsed time of this session by steps of all sessions."""
+    """Transformers' own callback divides the time of this session by the steps of all sessions."""
     tracker = Tracker(clock=clock, total_steps=10_000, resumed_from=9_000)
     FakeJob(clock, tracker, total=10_000, step_s=1.0, step=9_000).run_for(100.0)
     assert tracker.snapshot().eta_s == pytest.approx(900.0, rel=0.01)
@@ -98,7 +98,7 @@ def test_one_interruption_in_another_is_counted_once(clock: FakeClock) -> None:
 
 
 def test_two_evaluations_at_one_step_are_a_longer_one(clock: FakeClock) -> None:
-    """Transformers evaluates each of several sets by itself."""
+    """Transformers evaluates several datasets one by one."""
     tracker = Tracker(clock=clock, total_steps=1_100)
     for step in range(1, 101):
         clock.advance(1.0)
@@ -150,7 +150,7 @@ def test_without_a_total_nobody_knows(clock: FakeClock) -> None:
 
 
 def test_epochs_are_enough(clock: FakeClock) -> None:
-    """100 steps an epoch, and nobody has said so."""
+    """100 steps per epoch, which is unknown to the tracker."""
     tracker = Tracker(clock=clock, total_epochs=10, resumed_from=450)
     for step in range(451, 511):
         clock.advance(1.0)

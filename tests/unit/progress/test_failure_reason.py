@@ -1,4 +1,4 @@
-"""Why a run failed, as everybody may read it."""
+"""The reason of a failure, without secrets."""
 
 from __future__ import annotations
 

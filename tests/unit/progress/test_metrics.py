@@ -1,4 +1,4 @@
-"""Numbers that training logs: read late, once, and not by the training thread."""
+"""Logged values: converted late, once, and not on the training thread."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_value_is_read_when_somebody_asks_and_only_once(tracker: Tracker) -> N
 
 
 def test_a_value_that_takes_long_to_read_holds_nothing_up(tracker: Tracker) -> None:
-    """A GPU that is busy."""
+    """A tensor on a busy GPU."""
     reading, go = threading.Event(), threading.Event()
 
     class Slow:

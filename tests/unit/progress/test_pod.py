@@ -1,4 +1,4 @@
-"""What a pod knows of itself, and where a server in it listens."""
+"""Facts about a pod, and the addresses that a server in it listens on."""
 
 from __future__ import annotations
 

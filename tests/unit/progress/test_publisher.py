@@ -1,4 +1,4 @@
-"""Progress is told beside training, and whatever a sink does, training and its end do not wait."""
+"""Publishing runs beside training: no sink delays training or its end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("patient")
 
 
 class Notes:
-    """A sink that notes what it is told, and in which thread."""
+    """A sink that records its updates and their threads."""
 
     name = "the notes"
 
@@ -52,7 +52,7 @@ class Broken(Notes):
 
 
 class Hanging(Notes):
-    """Waits for ever, from its first call or in its last."""
+    """A sink that hangs from its first call, or in its last."""
 
     name = "the hanging one"
 

@@ -1,4 +1,4 @@
-"""What is counted of a run: by the training thread, for any other."""
+"""The tracker: updated by the training thread, read by any other."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_total_that_is_none_is_not_known(clock: FakeClock, nothing: int) -> No
 
 @pytest.mark.parametrize("endless", [sys.maxsize, float(sys.maxsize), math.inf, math.nan])
 def test_epochs_without_end_are_not_told(tracker: Tracker, endless: float) -> None:
-    """Stock transformers says sys.maxsize where data has no length."""
+    """Transformers sets sys.maxsize where data has no length."""
     tracker.plan(100, endless)
     snapshot = tracker.snapshot()
     assert (snapshot.total_steps, snapshot.total_epochs, snapshot.percent) == (100, None, 10.0)
@@ -175,7 +175,7 @@ def test_two_saves_at_the_same_moment_are_two() -> None:
 
 
 def test_all_threads_at_once(tracker: Tracker) -> None:
-    """Every save is counted, and no snapshot goes back."""
+    """Every save is counted, and no snapshot is older than the one before."""
     over = threading.Event()
     seen: list[int] = []
 

@@ -1,4 +1,4 @@
-"""The hook in every Python process under a launcher: it is there, it is told, and nobody else notices."""
+"""The import hook in every Python process under a launcher: it reports, and disturbs nothing else."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CALLED = "called small 7 SourceFileLoader SourceFileLoader"
 
 @pytest.fixture
 def env(tmp_path: Path, listener: Listener) -> dict[str, str]:
-    """As the launcher makes it, with the user's own folder of modules."""
+    """The environment that the launcher creates, with the user's own folder of modules."""
     (tmp_path / "small.py").write_text(SMALL)
     (tmp_path / "notes.py").write_text(NOTES)
     made = {**os.environ, "PYTHONPATH": str(tmp_path), LAUNCHER_SOCKET: str(listener.path)}
@@ -41,7 +41,7 @@ def env(tmp_path: Path, listener: Listener) -> dict[str, str]:
 
 
 def python(code: str, env: dict[str, str], *options: str, executable: str = sys.executable) -> list[str]:
-    """What it prints. It must end well, and say nothing on stderr."""
+    """Run code and return its output. It must succeed and print nothing to stderr."""
     ended = subprocess.run([executable, *options, "-c", code], env=env, capture_output=True, text=True, timeout=120)
     assert (ended.returncode, ended.stderr) == (0, "")
     return ended.stdout.splitlines()
@@ -109,11 +109,11 @@ def test_trainers_are_protected_whatever_is_imported_first(env: dict[str, str]) 
         assert found.count("all_trainers.py") == 2, f"{first}: {found}"
 
 
-# What is told
+# Reports
 
 
 def test_an_import_of_torch_is_told(env: dict[str, str], listener: Listener) -> None:
-    """By the table as it is; of a process, not of a rank."""
+    """With the real table. The report is about a process, not about a rank."""
     python("import torch", env)
     reports = listener.read()
     assert [report.message for report in reports] == [TorchImported(undecided=False)]
@@ -187,7 +187,7 @@ def test_a_module_that_is_there_already_is_seen_at_once(env: dict[str, str]) -> 
 
 
 def test_to_look_whether_a_module_is_there_is_not_to_import_it(env: dict[str, str]) -> None:
-    """As transformers and accelerate do with torch before they import it."""
+    """transformers and accelerate do that with torch before they import it."""
     code = INSTALL + "import importlib.util; print(importlib.util.find_spec('small').name); import small"
     assert python(code, env) == ["small", CALLED]
 

@@ -1,4 +1,4 @@
-"""Where the time of a run went: it adds up, whatever happened."""
+"""The accounting of a run's time: the parts always add up to the wall time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ moments = st.floats(START, START + 1e6)
 
 @st.composite
 def runs_in_order(draw: st.DrawFn) -> tuple[list[AttemptRecord], float]:
-    """Attempts one after another, as one clock shows them; any of them may have lost its launcher."""
+    """Attempts in the order of one clock. Any of them may have lost its launcher."""
     now, attempts = START, []
     for _ in range(draw(st.integers(0, 6))):
         attempt = AttemptRecord(now)
@@ -39,7 +39,7 @@ def runs_in_order(draw: st.DrawFn) -> tuple[list[AttemptRecord], float]:
 
 @st.composite
 def runs_in_any_order(draw: st.DrawFn) -> tuple[list[AttemptRecord], float]:
-    """Clocks of several processes, some of them set while the run went on."""
+    """Times by the clocks of several processes, some of which were adjusted during the run."""
     attempts = []
     for _ in range(draw(st.integers(1, 5))):
         attempt = AttemptRecord(draw(moments), training=draw(st.none() | moments), kept_until=draw(st.none() | moments))
@@ -137,7 +137,7 @@ def test_before_the_first_step_nothing_is_trained() -> None:
 
 
 def test_a_launcher_that_was_killed_kept_what_was_saved() -> None:
-    """Its last record says when it was last seen; the next launcher writes that down as the end."""
+    """The next launcher takes the time of the last record as the end."""
     first = AttemptRecord(START, training=START + 10)
     first.kept_until = START + 80
     first.end(START + 90, RunState.LOST)

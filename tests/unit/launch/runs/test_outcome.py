@@ -1,4 +1,4 @@
-"""How an attempt ended, by what its ranks said and what its child did."""
+"""How an attempt ended, by the reports of its ranks and the exit of its child."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def stopped(step: int, *, was_saved: bool) -> Report:
     return report(Stopped(step=step, saved=was_saved, times={"agreed": 50.0}))
 
 
-# Nobody asked it to stop
+# No stop request
 
 
 def test_finished() -> None:
@@ -139,7 +139,7 @@ def test_a_failure_has_the_codes_of_a_shell(code: int, reports: tuple[Report, ..
 
 @pytest.mark.parametrize("code", [-signal.SIGTERM, 143, 256 - signal.SIGTERM])
 def test_a_command_that_sigterm_ended_was_stopped(code: int) -> None:
-    """Though the launcher got no signal: somebody sent it to the command. The codes of a parent, a shell, DeepSpeed."""
+    """SIGTERM was sent to the command, not to the launcher. The codes of a parent, a shell and DeepSpeed."""
     found = decide_outcome(AttemptResult(code=code, status=status(STARTED, saved(5), STEP_9)))
     assert (found.state, found.code, found.can_retry) == (PREEMPTED, EXIT_PREEMPTED, False)
     assert found.message.startswith("stopped by SIGTERM: step 9 is NOT SAVED")
@@ -154,7 +154,7 @@ def test_a_job_that_hung_is_tried_again() -> None:
     assert found == Outcome(HUNG, 137, "no step in 600 s: the job hung after step 9 and was ended", can_retry=True)
 
 
-# It was told to stop
+# A stop request
 
 
 @pytest.mark.parametrize(

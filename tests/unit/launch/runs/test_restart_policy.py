@@ -1,4 +1,4 @@
-"""Whether a run that failed is started again, and when."""
+"""Whether and when a run that failed is restarted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run record: whole or not there, for this user alone, one launcher a run."""
+"""The run record: complete or absent, readable only for its user, one launcher per run."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_whatever_the_script_is_called_it_makes_a_name(script: str) -> None:
 
 
 def test_an_argument_that_is_no_text_makes_a_name() -> None:
-    """Linux lets a file name be any bytes; Python shows those that are no UTF-8 as surrogates."""
+    """File names may be any bytes on Linux; Python represents bytes that are not UTF-8 as surrogates."""
     check_name(default_name("train", ("train.py", os.fsdecode(b"data-\xff")), "/", None))
 
 

@@ -1,4 +1,4 @@
-"""The keys and spellings that others rely on."""
+"""The keys and formats that other programs rely on."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_what_is_told_over_http() -> None:
 
 
 def test_whole_numbers_are_whole() -> None:
-    """A Go program reads them into an int, and refuses 50.0."""
+    """A Go program decodes them as int and rejects 50.0."""
     content = progress_json.for_http(progress(total_epochs=3.0))
     whole = ("progressPercentage", "estimatedRemainingSeconds", "currentStep", "totalSteps", "totalEpochs")
     assert {type(content[name]) for name in whole} == {int}

@@ -1,4 +1,4 @@
-"""What Prometheus scrapes."""
+"""The text that Prometheus scrapes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SAMPLE = re.compile(r'(reprieve_[a-z_]+)(?:\{([a-z]+)="((?:[^"\\\n]|\\["\\n])*)"
 
 
 def scraped(data: bytes) -> dict[Any, float]:
-    """As the format is defined: HELP and TYPE once, before the samples of their name."""
+    """Parse the format strictly: HELP and TYPE once, before the samples of their name."""
     found: dict[Any, float] = {}
     described: list[str] = []
     text = data.decode()

@@ -1,4 +1,4 @@
-"""Which sinks a run has."""
+"""The sinks that settings and environment request."""
 
 from __future__ import annotations
 

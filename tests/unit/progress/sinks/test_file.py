@@ -1,4 +1,4 @@
-"""The progress file: read by others, at any moment."""
+"""The progress file: other programs can read it at any moment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTTP server, asked over real sockets."""
+"""The HTTP server, over real sockets."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_metrics_for_prometheus_curl_and_browsers(sink: HttpSink, accept: str) -
 
 @pytest.mark.parametrize("headers", [{}, {"Accept": "application/json"}])
 def test_metrics_for_a_controller(sink: HttpSink, headers: dict[str, str]) -> None:
-    """Go's client sends no Accept, and the controller reads JSON at /metrics."""
+    """Go's client sends no Accept header, and the controller reads JSON at /metrics."""
     status, kind, data = ask(sink, "/metrics", **headers)
     assert (status, kind) == (200, "application/json")
     assert strict_json(data)["progressPercentage"] == 50

@@ -1,4 +1,4 @@
-"""Clients that do not behave, and forked workers: the server goes on, and gives up its port."""
+"""Misbehaving clients and forked workers: the server keeps working, and releases its port."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_no_name_server_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_forked_child_does_not_keep_the_port(sink: HttpSink) -> None:
-    """A DataLoader worker that outlives its parent must not keep the next start from listening."""
+    """A DataLoader worker that outlives its parent must not block the port for the next start."""
     ready, tell = os.pipe()
     wait, go = os.pipe()
     listening = sink._servers[0].fileno()

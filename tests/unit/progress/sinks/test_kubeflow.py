@@ -1,4 +1,4 @@
-"""What is pushed to Kubeflow Trainer's status server, and that its token goes nowhere else."""
+"""The status that is pushed to Kubeflow Trainer's status server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reprieve.progress.snapshot import Checkpoints, Progress
 from reprieve.progress.tracker import Tracker
 from tests.support.helpers import FakeClock
 from tests.support.progress_kit import ODD_NAME, ODD_NUMBERS, progress, strict_json
-from tests.support.status_server import MOST_BYTES, StatusServer
+from tests.support.status_server import MAX_BYTES, StatusServer
 
 pytestmark = pytest.mark.usefixtures("patient")
 
@@ -61,7 +61,7 @@ def test_a_run_that_was_stopped_is_not_complete() -> None:
 def test_it_is_never_too_large() -> None:
     many = {f"{number}{ODD_NAME * 40}": 1.0 for number in range(2000)}
     data = body(progress(train={**ODD_NUMBERS, **many}))
-    assert len(data) <= MOST_BYTES
+    assert len(data) <= MAX_BYTES
     assert status(data)["metrics"]["nan"] == "NaN"
 
 
@@ -69,7 +69,7 @@ def test_it_is_never_too_large() -> None:
 def test_the_sdks_own_client_says_it_in_the_same_way(
     server: StatusServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a release of the SDK sends, a controller takes."""
+    """A controller accepts what a release of the SDK sends."""
     from kubeflow.trainer import update_trainjob_status
 
     environment = server.environment(tmp_path)

@@ -1,4 +1,4 @@
-"""The token of Kubeflow's status server goes there, and nowhere else."""
+"""The token of Kubeflow's status server is sent only there."""
 
 from __future__ import annotations
 

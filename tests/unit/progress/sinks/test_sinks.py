@@ -1,4 +1,4 @@
-"""What every sink promises, whatever it tells progress to."""
+"""The contract of all sinks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.progress_kit import ODD_NAME, ODD_NUMBERS, progress, wait_unt
 from tests.support.progress_rigs import BarRig, FileRig, HttpRig, KubeflowRig, Rig, TerminationRig
 
 LAST = 424_242
-"""A step that is seen wherever it was told."""
+"""A step number that is easy to find in any output."""
 
 pytestmark = pytest.mark.usefixtures("patient")
 
@@ -34,7 +34,7 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def ended(**changes: Any) -> Progress:
-    """The termination log has room for the last word alone."""
+    """The termination log only gets the end of a run."""
     return progress(**{"state": "stopped", "reason": "SIGTERM", "saved": True, "step": LAST, **changes})
 
 

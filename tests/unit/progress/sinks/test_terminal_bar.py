@@ -1,4 +1,4 @@
-"""The bar on a terminal, and where there is none."""
+"""The progress bar, with and without a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The termination log: what is left of a container that is gone."""
+"""The termination log: what remains of a terminated container."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_after_a_stop_it_is_written_before_the_end(log: Path) -> None:
 
 
 def test_it_is_written_in_place(log: Path) -> None:
-    """It is mounted into the container: a file that is renamed over it would be another one."""
+    """It is mounted into the container: renaming another file over it would not change it."""
     with log.open() as mounted:
         TerminationSink(log).close(progress())
         assert strict_json(mounted.read())["currentStep"] == 150
