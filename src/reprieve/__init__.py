@@ -1,4 +1,4 @@
-"""Reprieve: training that can be stopped."""
+"""Reprieve makes PyTorch training preemptible: stop it at any moment, resume it bit for bit."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ __all__ = [
 ]
 
 
-_WHERE = {
+_LAZY_MODULES = {
     "Checkpointer": "reprieve.checkpoint.checkpointer",
     "Preempted": "reprieve.preemption.process_exit",
     "Restored": "reprieve.checkpoint.results",
@@ -67,9 +67,9 @@ _WHERE = {
 
 
 def __getattr__(name: str) -> Any:
-    """What needs torch is imported when it is asked for: `import reprieve` stays light."""
+    """Import what needs torch at its first use, to keep `import reprieve` fast."""
     if name == "transformers":
         return import_module("reprieve.transformers")
-    if name in _WHERE:
-        return getattr(import_module(_WHERE[name]), name)
+    if name in _LAZY_MODULES:
+        return getattr(import_module(_LAZY_MODULES[name]), name)
     raise AttributeError(f"module 'reprieve' has no attribute {name!r}")

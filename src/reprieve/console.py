@@ -1,7 +1,7 @@
-"""Log records of ours where the script has set up no logging: on stderr, with a prefix, once for all ranks.
+"""Shows Reprieve's log records on stderr, with a prefix and once for all ranks, where the script configures no logging.
 
-Python alone would print the bare message, on every rank. A session calls `show_logs` when it begins; nothing is
-installed at import. The handler is silent as soon as any other handler gets these records.
+Python alone would print the bare message on every rank. A session calls `show_logs` when it begins; nothing is
+installed at import. The handler is silent as soon as any other handler receives these records.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ log = logging.getLogger("reprieve")
 
 
 class Fallback(logging.Handler):
-    """What `logging.lastResort` is for all loggers, for ours."""
+    """A handler of last resort for Reprieve's logger, like `logging.lastResort` for all loggers."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.rank = 0
         self.shows_every_rank = False
-        """Where ranks do not share a stderr (`reprieve.testing`)."""
+        """For ranks that do not share a stderr (`reprieve.testing`)."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if self._is_handled_elsewhere() or not self._is_shown(record):
             return
         sender = f"reprieve: rank {self.rank}: " if self.rank else "reprieve: "
-        with contextlib.suppress(Exception):  # stderr may be closed: training does not fail for that
+        with contextlib.suppress(Exception):  # stderr may be closed, and training must not fail for that
             sys.stderr.write(f"{sender}{self.format(record)}\n")
             sys.stderr.flush()
 
@@ -43,7 +43,7 @@ class Fallback(logging.Handler):
         )
 
     def _is_handled_elsewhere(self) -> bool:
-        """As `logging` looks for handlers: this logger, then its parents, as long as records are propagated."""
+        """Look for handlers as `logging` does: this logger, then its parents while records propagate."""
         logger: logging.Logger | None = log
         while logger is not None:
             if any(handler is not self for handler in logger.handlers):
@@ -56,9 +56,9 @@ fallback = Fallback()
 
 
 def show_logs(rank: int | None = None) -> None:
-    """From now on. `rank`: of this process; as long as it is not known, what the environment says."""
+    """Show log records from now on. `rank`: the rank of this process; default: `RANK`."""
     if rank is None:
         text = os.environ.get("RANK", "")
         rank = int(text) if text.isdigit() else 0
     fallback.rank = rank
-    log.addHandler(fallback)  # once, however often it is called
+    log.addHandler(fallback)  # added once, however often this is called

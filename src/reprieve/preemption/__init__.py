@@ -1,1 +1,1 @@
-"""When to stop: signals, notices, the guard."""
+"""Stop requests: signals, cloud notices, the stop listener, and how the process exits."""

@@ -1,6 +1,7 @@
-"""How long a process has after it was told to stop.
+"""The grace period: how long a process has after a stop request.
 
-From an argument, from `REPRIEVE_GRACE`, or from what is known of whoever will kill it. Counted from the signal.
+It comes from an argument, from `REPRIEVE_GRACE`, or from the defaults of the platform that kills the process. It
+counts from the signal.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from reprieve.units import parse_duration
 
 _THIRTY = timedelta(seconds=30)
 NO_LIMIT_S = 7 * 86400
-"""What `reprieve run` gives torchrun as its time-out where no limit is known: torchrun has no value for "never"."""
+"""The timeout that `reprieve run` gives torchrun where no limit is known: torchrun has no value for "never"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grace:
-    """The grace period, and how we know it."""
+    """A grace period, and where it comes from."""
 
     period: timedelta | None
-    """None: nobody is known to kill this process, however long it takes."""
+    """None: nothing is known to kill this process."""
     source: str
     certain: bool = False
-    """Somebody has said so; not only what is usual."""
+    """Configured for this job; otherwise only a default of the platform."""
 
     def __str__(self) -> str:
         if self.period is None:
@@ -35,7 +36,7 @@ class Grace:
 
 
 def resolve_grace_period(given: str | float | timedelta | None = None, env: Mapping[str, str] = os.environ) -> Grace:
-    """`given`, or what the environment says, or what the platform does by default; the shortest of the last."""
+    """Return the grace period: `given`, else `REPRIEVE_GRACE`, else the shortest default of the platforms here."""
     if given is not None:
         return Grace(parse_duration(given), "as given", certain=True)
     if text := env.get("REPRIEVE_GRACE"):

@@ -1,8 +1,8 @@
-"""A stopped process ends with 143, whatever its script does with the exception.
+"""The exit of a stopped process, with 143 whatever its script does with the exception.
 
-`SystemExit` is not the end: `finally`, `except BaseException`, atexit handlers and threads that are not daemons still
-run, and may hang or exit with 0. So a watchdog ends the process after a while, and the last of the atexit handlers
-ends it with the right code. A process that ends by one of our errors that only a person can put right ends with 42.
+After `SystemExit`, `finally`, `except BaseException`, atexit handlers and non-daemon threads still run, and may hang or
+exit with 0. So a watchdog ends the process after a while, and the last of the atexit handlers sets the exit code. A
+process that ends by a permanent failure exits with 42.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _FLUSH_S = 0.2
 
 
 class Preempted(SystemExit):
-    """The run was stopped, and goes on at its next start. Raised at a step boundary, after everything was saved. The
-    process exits with 143; let it pass. One that is caught is raised again at the next boundary."""
+    """The run was stopped, and resumes at its next start. Raised at a boundary, after everything was saved. The process
+    exits with 143, so do not catch it; if it is caught, the next boundary raises it again."""
 
     def __init__(self, reason: str = "") -> None:
         super().__init__(exit_codes.PREEMPTED)
@@ -34,14 +34,14 @@ class Preempted(SystemExit):
 
 
 class ProcessExit:
-    """How this process will end."""
+    """The exit of this process: its code, and when it is forced."""
 
     def __init__(self) -> None:
         self._code: int | None = None
         self._prepared = False
 
     def prepare(self) -> None:
-        """Early: what was registered with atexit first runs last."""
+        """Install the hooks. Call this early: the atexit handler that is registered first runs last."""
         if not self._prepared:
             self._prepared = True
             atexit.register(self._at_exit)
@@ -57,19 +57,19 @@ class ProcessExit:
     def schedule(
         self, seconds: float, code: int = exit_codes.PREEMPTED, *, why: str = "", decided: bool = True
     ) -> None:
-        """The process ends with this code: by itself, or when so many seconds have passed. Not `decided`: if it ends by
-        itself, then as it likes."""
+        """Force an exit with this code after `seconds`. `decided`: also use this code if the process ends by itself
+        before."""
         if decided:
             self._code = code
-        threading.Thread(target=self._after, args=(seconds, code, why), name="reprieve ending", daemon=True).start()
+        threading.Thread(target=self._after, args=(seconds, code, why), name="reprieve exit", daemon=True).start()
 
     def exit_now(self) -> None:
-        """With 143, from any thread, whatever the others do."""
+        """Exit with 143 from any thread, whatever other threads do."""
         _end(exit_codes.PREEMPTED)
 
     def raise_or_exit(self, stopped: Preempted) -> NoReturn:
-        """Everything is saved. On another thread than the main one an exception would end that thread, and the script
-        would go on."""
+        """Leave the training loop after everything is saved. Outside the main thread an exception would end only that
+        thread, and the script would continue, so exit there."""
         if threading.current_thread() is not threading.main_thread():
             self.exit_now()
         raise stopped
@@ -85,7 +85,7 @@ class ProcessExit:
 
 
 def _end(code: int) -> None:
-    # On a thread, if there can still be one: whoever hangs may hang in a stream, and hold its lock.
+    # On a thread, if one can still start: the main thread may hang in a stream and hold its lock.
     flushing = threading.Thread(target=_flush, daemon=True)
     try:
         flushing.start()
@@ -103,4 +103,4 @@ def _flush() -> None:
 
 
 process_exit = ProcessExit()
-"""Of this process."""
+"""The exit of this process."""

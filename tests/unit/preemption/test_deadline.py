@@ -1,4 +1,4 @@
-"""How long a process has after it was told to stop, and who says so."""
+"""The grace period: how long a process has after a stop request, and where that comes from."""
 
 from __future__ import annotations
 

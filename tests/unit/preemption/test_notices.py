@@ -67,7 +67,7 @@ ODDITIES: dict[str, tuple[Oddity, str]] = {
     "drips headers": (servers.drip_headers, "no whole answer within 0.15 s"),
     "huge": (servers.huge, "more than 1048576 bytes"),
     "huge headers": (servers.huge_headers, ""),
-    "not HTTP": (servers.not_http, "that is not HTTP"),
+    "not HTTP": (servers.not_http, "the answer is not HTTP"),
 }
 
 
@@ -179,11 +179,11 @@ def test_trouble_is_logged_when_it_begins_changes_and_ends(aws: AwsServer, caplo
         aws.wait_for_requests(len(aws.requests) + 5)
         aws.odd = None
         aws.wait_for_requests(len(aws.requests) + 9)
-    what = "cannot ask AWS for notices: PUT /latest/api/token: answered with status"
+    what = "cannot poll AWS for notices: PUT /latest/api/token: answered with status"
     assert logged() == [
-        ("WARNING", f"{what} 500. Training goes on, and we keep asking"),
-        ("WARNING", f"{what} 503. Training goes on, and we keep asking"),
-        ("INFO", "AWS answers again: notices are heard"),
+        ("WARNING", f"{what} 500. Training continues, and polling does, too"),
+        ("WARNING", f"{what} 503. Training continues, and polling does, too"),
+        ("INFO", "AWS answers again: notices are received"),
     ]
 
 

@@ -176,7 +176,7 @@ def test_host_maintenance_is_worth_knowing(gcp: GcpServer) -> None:
 def test_a_server_that_is_not_googles_is_not_believed(gcp: GcpServer) -> None:
     gcp.notify()
     gcp.flavor = {}
-    with pytest.raises(MetadataError, match="not Google's"):
+    with pytest.raises(MetadataError, match="not from Google's"):
         Gcp(gcp.url).poll()
 
 

@@ -76,7 +76,8 @@ def test_two_signals_are_one_stop_with_the_first_deadline() -> None:
 
 def test_other_signals_by_choice_and_sigint_left_alone() -> None:
     run("""
-        listener = StopListener(stop_called.set, grace=Grace(None, "test"), signals=("USR1", signal.SIGTERM), notices="off")
+        signals = ("USR1", signal.SIGTERM)
+        listener = StopListener(stop_called.set, grace=Grace(None, "test"), signals=signals, notices="off")
         before = signal.getsignal(signal.SIGINT)
         listener.start()
         assert signal.getsignal(signal.SIGINT) is before

@@ -340,7 +340,7 @@ class Run:
         stop = self._session.stop_listener.stop
         remaining_s = stop.remaining_s() if stop is not None else None
         save_s = self._checkpointer.seconds_for_save() or 0.0
-        is_late = remaining_s is not None and self._timer.rest_s() + save_s > remaining_s
+        is_late = remaining_s is not None and self._timer.remaining_s() + save_s > remaining_s
         can_roll_back = self._rollback.possible and bool(self._loop.open_passes)
         votes = self._session.ranks.agree("give up the step", lambda: [is_late, can_roll_back])
         if not (any(late for late, _ in votes) and all(possible for _, possible in votes)):

@@ -1,4 +1,4 @@
-"""How many samples and tokens the steps of a run have trained on: as the loop says, else as its loaders say."""
+"""Counts the samples and tokens that a run has trained on: as given to `step`, else by the batch sizes of loaders."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from reprieve.errors import ConfigError
 
 
 class BatchSizes(NamedTuple):
-    """Of the batches of one pass over a loader, on one rank. 0: nobody knows."""
+    """The sizes of the batches of one pass over a loader, on one rank. 0: unknown."""
 
     usual: int = 0
     last: int = 0
     batches: int = -1
-    """Which one is the last; -1: nobody knows."""
+    """The number of the last batch; -1: unknown."""
 
     def of(self, batch: int) -> int:
-        """Of the n-th, from 1."""
+        """Return the size of the n-th batch, from 1."""
         return self.last if batch == self.batches else self.usual
 
 
 class SampleCounter:
-    """Of this process since its start, for all ranks."""
+    """The samples and tokens of all ranks since the start of this process."""
 
     def __init__(self) -> None:
         self.world_size = 1
@@ -34,19 +34,20 @@ class SampleCounter:
         """Samples of this rank since the last completed step."""
 
     def step(self, samples: int | None, tokens: int | None) -> None:
-        """A step is completed. What is given is of all ranks; without `samples` each rank has trained on as many as
-        this one."""
+        """Count a completed step. Given numbers are totals of all ranks; without `samples`, assume that each rank has
+        trained on as many as this one."""
         self.samples += self.pending * self.world_size if samples is None else _count("samples", samples)
         self.pending = 0
         if tokens is not None:
             self.tokens += _count("tokens", tokens)
 
 
-def batch_sizes(loader: Any, ranks: int) -> BatchSizes:
-    """As far as the loader says it. A batch is not looked into: what its first dimension means only the loop knows."""
+def batch_sizes(loader: Any, world_size: int) -> BatchSizes:
+    """Return the sizes as far as the loader declares them. Batches are not inspected: only the loop knows what their
+    first dimension means."""
     if is_prepared(loader):
-        size = getattr(loader, "total_batch_size", None)  # of all ranks; accelerate fills the last one up
-        return BatchSizes(size // ranks) if isinstance(size, int) else BatchSizes()
+        size = getattr(loader, "total_batch_size", None)  # of all ranks; accelerate fills up the last batch
+        return BatchSizes(size // world_size) if isinstance(size, int) else BatchSizes()
     if not isinstance(loader, DataLoader) or not isinstance(size := loader.batch_size, int):
         return BatchSizes()
     try:

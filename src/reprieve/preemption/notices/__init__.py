@@ -1,6 +1,6 @@
-"""Clouds that say beforehand that they will take this machine away.
+"""Notices of clouds that they will reclaim this machine.
 
-metadata server  →  Aws, Gcp, Azure (`poll`)  →  NoticePoller (a thread)  →  the guard
+metadata server  →  Aws, Gcp, Azure (`poll`)  →  NoticePoller (a thread)  →  StopListener
 """
 
 from reprieve.preemption.notices.detection import detect_clouds

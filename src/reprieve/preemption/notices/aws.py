@@ -1,7 +1,7 @@
 """AWS: Spot interruptions and rebalance recommendations, from the instance metadata service (version 2).
 
-Asked by a `NoticePoller`. AWS says so two minutes ahead, as a JSON document under a path that does not exist (404)
-before.
+A `NoticePoller` polls it. AWS gives notice two minutes ahead, as a JSON document under a path that returns 404 until
+then.
 https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html
 """
 
@@ -50,15 +50,15 @@ class Aws:
         answer = self._get("/latest/meta-data/spot/instance-action")
         if answer is None:
             return None
-        said = answer.json()
-        if (action := str(said.get("action"))) not in _ACTIONS:
-            raise MetadataError("spot/instance-action: an action that is not known")
-        # Hibernation begins when the notice is given, whatever the time in it.
+        notice = answer.json()
+        if (action := str(notice.get("action"))) not in _ACTIONS:
+            raise MetadataError("spot/instance-action: unknown action")
+        # Hibernation begins at the notice, whatever time it contains.
         now = datetime.fromtimestamp(self._clock.time(), timezone.utc)
-        deadline = now if action == "hibernate" else _utc(said.get("time"))
+        deadline = now if action == "hibernate" else _utc(notice.get("time"))
         when = f"at {deadline:%H:%M:%S} UTC" if deadline else "soon"
         reason = f"the instance will be {_ACTIONS[action]} {when}"
-        return Notice("AWS spot", reason, deadline, event=f"{action} {said.get('time')}")
+        return Notice("AWS spot", reason, deadline, event=f"{action} {notice.get('time')}")
 
     def _recommendation(self) -> Notice | None:
         answer = self._get("/latest/meta-data/events/recommendations/rebalance")
@@ -68,30 +68,30 @@ class Aws:
         return Notice("AWS spot", reason, urgent=False, event=f"rebalance {answer.json().get('noticeTime')}")
 
     def _get(self, path: str) -> Answer | None:
-        """None: there is no such thing now."""
-        answer = self._ask(path, accept=(200, 404, 401))
+        """Return the document, or None if it does not exist now."""
+        answer = self._request(path, accept=(200, 404, 401))
         if answer.status == 401:
-            self._token_ends = 0.0  # no longer valid, before its time
-            answer = self._ask(path, accept=(200, 404))
+            self._token_ends = 0.0  # the token expired early
+            answer = self._request(path, accept=(200, 404))
         return answer if answer.status == 200 else None
 
-    def _ask(self, path: str, accept: tuple[int, ...]) -> Answer:
-        return self._server.ask(path, headers={"X-aws-ec2-metadata-token": self._valid_token()}, accept=accept)
+    def _request(self, path: str, accept: tuple[int, ...]) -> Answer:
+        return self._server.request(path, headers={"X-aws-ec2-metadata-token": self._valid_token()}, accept=accept)
 
     def _valid_token(self) -> str:
         now = self._clock.monotonic()
         if now >= self._token_ends:
-            answer = self._server.ask("/latest/api/token", method="PUT", headers={_TTL_HEADER: str(_TOKEN_TTL_S)})
+            answer = self._server.request("/latest/api/token", method="PUT", headers={_TTL_HEADER: str(_TOKEN_TTL_S)})
             self._token = answer.text.strip()
             if not (self._token.isascii() and self._token.isprintable()):
                 raise MetadataError("PUT /latest/api/token: the answer is not a token")
-            # A minute early: it must not end between two questions.
+            # A minute early, so that it does not expire between two requests.
             self._token_ends = now + _TOKEN_TTL_S - 60
         return self._token
 
 
 def _utc(text: object) -> datetime | None:
-    """`2017-09-18T08:22:00Z`. An interruption at a time that we cannot read is still one."""
+    """`2017-09-18T08:22:00Z`. An interruption at an unreadable time is still one."""
     try:
         time = datetime.fromisoformat(str(text).replace("Z", "+00:00"))
     except ValueError:

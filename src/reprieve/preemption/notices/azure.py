@@ -1,7 +1,7 @@
 """Azure: evictions of Spot VMs, deletions, reboots and moves, from the Scheduled Events of the metadata service.
 
-Asked by a `NoticePoller`. One document lists the events of a whole scale set or availability set: ours are those that
-name this machine. We approve none: that would let them begin for all machines that they name.
+A `NoticePoller` polls it. One document lists the events of a whole scale set or availability set; only those that name
+this machine count. Reprieve approves none: that would start them early for all machines that they name.
 https://learn.microsoft.com/azure/virtual-machines/linux/scheduled-events
 """
 
@@ -17,15 +17,15 @@ from reprieve.preemption.notices.poller import Notice
 
 _URL = "http://169.254.169.254"
 _PAUSE = timedelta(seconds=2)
-"""Azure recommends one second; but every process of a machine asks, and a Spot VM is told 30 s ahead."""
+"""Azure recommends one second. Two are enough for the 30 s of notice that a Spot VM gets."""
 _FIRST_LIMIT = timedelta(seconds=130)
-"""The first question switches Scheduled Events on: "up to two minutes"."""
+"""The first request enables Scheduled Events, which takes "up to two minutes"."""
 _LIMIT = timedelta(seconds=5)
 _LEAD = timedelta(minutes=5)
-"""Moves off failing hardware are announced days ahead: nothing stops before the last minutes."""
+"""Moves off failing hardware are announced days ahead: stop only in the last minutes."""
 
-_GOES = {"Preempt": "is evicted", "Terminate": "is deleted"}
-_COMES_BACK = {"Reboot": "is rebooted", "Redeploy": "is moved to another host"}
+_REMOVALS = {"Preempt": "is evicted", "Terminate": "is deleted"}
+_RESTARTS = {"Reboot": "is rebooted", "Redeploy": "is moved to another host"}
 
 
 class Azure:
@@ -51,15 +51,15 @@ class Azure:
         self._clock = clock or SystemClock()
 
     def poll(self) -> Notice | None:
-        answer = self._server.ask("/metadata/scheduledevents?api-version=2020-07-01", limit=self._limit)
+        answer = self._server.request("/metadata/scheduledevents?api-version=2020-07-01", limit=self._limit)
         self._limit = None
         events = answer.json().get("Events")
         if not isinstance(events, list):
             raise MetadataError("scheduledevents: no list of events")
         if not events:
             return None
-        # Not remembered: a wrong name, of a server that was not itself for a moment, would make us deaf.
-        answer = self._server.ask("/metadata/instance/compute/name?api-version=2021-02-01&format=text")
+        # Not cached: one wrong answer would make us miss every later event.
+        answer = self._server.request("/metadata/instance/compute/name?api-version=2021-02-01&format=text")
         machine = answer.text.strip().casefold()
         now = datetime.fromtimestamp(self._clock.time(), timezone.utc)
         notices = [notice for event in events if (notice := self._notice(event, machine, now)) is not None]
@@ -70,11 +70,11 @@ class Azure:
         if not isinstance(resources, list) or machine not in (str(name).casefold() for name in resources):
             return None
         kind, not_before = event.get("EventType"), event.get("NotBefore")
-        what = _GOES.get(str(kind))
+        what = _REMOVALS.get(str(kind))
         if what is None and event.get("EventStatus") != "Started":
-            # One that has started is too late to act on; and it stays listed for minutes after the machine came back,
-            # where it would stop the run that has just gone on.
-            what = _COMES_BACK.get(str(kind))
+            # A started event is too late to act on. It also stays listed for minutes after the machine is back, and
+            # would stop the run that has just resumed.
+            what = _RESTARTS.get(str(kind))
         if what is None:
             return None
         deadline = _utc(not_before) if not_before else now
@@ -85,7 +85,7 @@ class Azure:
 
 
 def _utc(text: object) -> datetime | None:
-    """`Mon, 19 Sep 2016 18:29:47 GMT`. An event at a time that we cannot read is still one."""
+    """`Mon, 19 Sep 2016 18:29:47 GMT`. An event at an unreadable time is still one."""
     try:
         time = parsedate_to_datetime(str(text))
     except (ValueError, TypeError):

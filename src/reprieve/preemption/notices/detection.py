@@ -1,7 +1,7 @@
-"""Which clouds are asked for notices.
+"""Detects the clouds to poll for notices.
 
-By default the one that this machine says it is in, by its DMI strings. Nothing is sent over the network to find out: a
-metadata server that is not there costs seconds, and may be somebody else's.
+By default that is the cloud that this machine's DMI strings name. Nothing is sent over the network to find out: a
+missing metadata server costs seconds, and another host might answer.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _OFF = ("off", "none")
 _DMI = Path("/sys/class/dmi/id")
 
 _AZURE_ASSET_TAG = "7783-7084-3265-9085-8269-3286-77"
-"""Of every Azure VM. Its other strings are those of any Hyper-V."""
+"""The asset tag of every Azure VM. Its other strings are those of any Hyper-V machine."""
 
 
 def detect_clouds(
     choice: str | Sequence[str] = "auto", *, dmi: Path = _DMI, env: Mapping[str, str] = os.environ
 ) -> list[Cloud]:
-    """`"auto"`, `"off"` (or `"none"`), or the names of clouds. `REPRIEVE_METADATA_URL` in `env` is where they are
-    asked instead of their own address."""
+    """Return the clouds for `"auto"`, `"off"` (or `"none"`), or the names of clouds. `REPRIEVE_METADATA_URL` in `env`
+    replaces the address of their metadata servers."""
     names = [choice] if isinstance(choice, str) else list(choice)
     if names == ["auto"]:
         names = [here] if (here := _this_cloud(dmi)) else []
@@ -44,19 +44,21 @@ def detect_clouds(
 
 
 def _this_cloud(dmi: Path) -> str | None:
-    """None: this machine does not say clearly that it is in one."""
+    """Return the name of the cloud that this machine is in, or None if that is not clear."""
 
-    def says(name: str) -> str:
+    def dmi_string(name: str) -> str:
         try:
             return (dmi / name).read_text(errors="replace").strip()
         except OSError:
             return ""
 
-    # Instances on Xen (p3 and older) call themselves "HVM domU" and have a version like "4.11.amazon".
-    if "Amazon EC2" in (says("sys_vendor"), says("bios_vendor")) or says("bios_version").endswith(".amazon"):
+    # Instances on Xen (p3 and older) have the product name "HVM domU" and have a version like "4.11.amazon".
+    if "Amazon EC2" in (dmi_string("sys_vendor"), dmi_string("bios_vendor")) or dmi_string("bios_version").endswith(
+        ".amazon"
+    ):
         return "aws"
-    if says("product_name") == "Google Compute Engine":
+    if dmi_string("product_name") == "Google Compute Engine":
         return "gcp"
-    if says("chassis_asset_tag") == _AZURE_ASSET_TAG:
+    if dmi_string("chassis_asset_tag") == _AZURE_ASSET_TAG:
         return "azure"
     return None

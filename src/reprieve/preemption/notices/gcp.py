@@ -1,6 +1,6 @@
 """Google Cloud: the preemption of a Spot VM, and host maintenance that ends one, from the VM's metadata server.
 
-Asked by a `NoticePoller`. The server holds a question back until the value changes, so we hear of it at once.
+A `NoticePoller` polls it. The server holds a request until the value changes, so a notice arrives at once.
 https://cloud.google.com/compute/docs/metadata/querying-metadata
 https://cloud.google.com/compute/docs/gpus/gpu-host-maintenance
 """
@@ -16,9 +16,9 @@ from reprieve.preemption.notices.poller import Notice
 
 _URL = "http://metadata.google.internal"
 _PAUSE = timedelta(seconds=1)
-"""For a server that does not hold questions back. One that does misses nothing meanwhile: see `last_etag`."""
+"""For a server that does not hold requests. With one that does, nothing is missed meanwhile: see `last_etag`."""
 _WAIT = timedelta(seconds=10)
-"""How long the server may hold a question back."""
+"""How long the server may hold a request."""
 _LIMIT = timedelta(seconds=5)
 _GRACE = timedelta(seconds=30)
 """From the notice until the machine is switched off."""
@@ -51,10 +51,10 @@ class Gcp:
     def _preemption(self) -> Notice | None:
         etag, self._etag = self._etag, None
         if etag is None:
-            # Not held back: it would wait for a change from TRUE to something else.
+            # Without waiting: if the value is TRUE already, there is no change to wait for.
             answer = self._get("preempted")
         else:
-            # Held back only while the value is the one that we know.
+            # The server waits only while the value is the one with this etag.
             query = {"wait_for_change": "true", "timeout_sec": f"{self._wait.total_seconds():g}", "last_etag": etag}
             answer = self._get(f"preempted?{urlencode(query)}", limit=self._wait + self._limit)
         value = answer.text.strip()
@@ -64,19 +64,19 @@ class Gcp:
         if value == "FALSE":
             return None
         deadline = datetime.fromtimestamp(self._clock.time(), timezone.utc) + _GRACE
-        reason = f"the machine is preempted: it goes {_GRACE.total_seconds():g} s after this notice"
+        reason = f"the machine is preempted: it is switched off {_GRACE.total_seconds():g} s after this notice"
         return Notice("Google Cloud spot", reason, deadline, event="preempted")
 
     def _maintenance(self) -> Notice | None:
-        """Said an hour ahead of time to machines with a GPU and a minute to others, without saying which. So nothing
-        stops because of it; when the machine is shut down, its processes get SIGTERM."""
+        """Announced an hour ahead to machines with a GPU and a minute ahead to others, and the notice does not tell
+        which. So it only logs a warning; at the shutdown of the machine its processes get SIGTERM."""
         if self._get("maintenance-event").text.strip() != "TERMINATE_ON_HOST_MAINTENANCE":
             return None
         reason = "the machine will be stopped for host maintenance (within an hour if it has a GPU, else in a minute)"
         return Notice("Google Cloud maintenance", reason, urgent=False, event="maintenance")
 
     def _get(self, key: str, limit: timedelta | None = None) -> Answer:
-        answer = self._server.ask(f"/computeMetadata/v1/instance/{key}", limit=limit)
+        answer = self._server.request(f"/computeMetadata/v1/instance/{key}", limit=limit)
         if answer.headers.get("Metadata-Flavor") != "Google":
-            raise MetadataError("who answers is not Google's metadata server: no Metadata-Flavor")
+            raise MetadataError("the answer is not from Google's metadata server: no Metadata-Flavor")
         return answer

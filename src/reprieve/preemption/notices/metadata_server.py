@@ -1,8 +1,8 @@
-"""One question to a cloud's metadata server, and its answer.
+"""One HTTP request to a cloud's metadata server.
 
-What `Aws`, `Gcp` and `Azure` stand on. A metadata server is a plain HTTP server on this machine or beside it, so: no
-proxy (http.client knows none), no redirect, and a limit on the time and the size of a whole answer, whether it comes in
-one piece, byte by byte or never.
+`Aws`, `Gcp` and `Azure` use it. A metadata server is a plain HTTP server on this machine or its network, so there is no
+proxy (http.client uses none) and no redirect. The time and the size of a whole answer are limited, whether it arrives
+in one piece, byte by byte or never.
 """
 
 from __future__ import annotations
@@ -20,48 +20,48 @@ from urllib.parse import urlsplit
 
 from reprieve.errors import ConfigError, ReprieveError
 
-_MOST_BYTES = 1 << 20
-"""Of an answer, headers included. Azure lists the events of all machines of a scale set, some hundred bytes each."""
+_MAX_BYTES = 1 << 20
+"""The limit for an answer with its headers. Azure lists all events of a scale set, some hundred bytes each."""
 
 _OWN_HOSTS = frozenset({"localhost", "metadata.google.internal", "fd00:ec2::254"})
 """Beside loopback and link-local addresses: Google Cloud's name, and AWS' address for IPv6."""
 
 
 class MetadataError(ReprieveError):
-    """The server did not answer, or with something that makes no sense. It goes no further than the watcher's log, and
-    has the same text as long as the trouble is the same."""
+    """The server did not answer, or sent something unusable. The poller logs it and goes no further; the text is the
+    same as long as the problem is the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came back, and to what."""
+    """The answer to one request."""
 
-    what: str
+    request: str
     status: int
     text: str
     headers: http.client.HTTPMessage
 
     def json(self) -> dict[str, Any]:
-        """The JSON object that it is."""
+        """Return the answer as a JSON object."""
         try:
-            found = json.loads(self.text)
+            document = json.loads(self.text)
         except (ValueError, RecursionError) as error:
-            raise MetadataError(f"{self.what}: the answer is not JSON") from error
-        if not isinstance(found, dict):
-            raise MetadataError(f"{self.what}: the answer is not a JSON object")
-        return found
+            raise MetadataError(f"{self.request}: the answer is not JSON") from error
+        if not isinstance(document, dict):
+            raise MetadataError(f"{self.request}: the answer is not a JSON object")
+        return document
 
 
 class MetadataServer:
-    """Where a cloud's metadata server is, and how it wants to be asked."""
+    """A cloud's metadata server: its address and the headers that it requires."""
 
     def __init__(self, url: str, *, limit: timedelta, headers: Mapping[str, str] | None = None) -> None:
-        """`limit`: for a whole answer, from the first byte sent to the last received."""
+        """`limit`: the time for a whole answer, from the first byte sent to the last received."""
         self._host, self._port = _address(url)
         self._limit = limit
         self._headers = dict(headers or {})
 
-    def ask(
+    def request(
         self,
         path: str,
         *,
@@ -70,64 +70,64 @@ class MetadataServer:
         accept: tuple[int, ...] = (200,),
         limit: timedelta | None = None,
     ) -> Answer:
-        """`accept`: the status codes that mean something to the caller. Any other is an error."""
+        """Send a request and return the answer. `accept`: the status codes that are no error to the caller."""
         limit = limit or self._limit
         connection = _Connection(self._host, self._port, limit.total_seconds())
-        what = f"{method} {path.partition('?')[0]}"
+        request = f"{method} {path.partition('?')[0]}"
         try:
             connection.request(method, path, headers={**self._headers, **(headers or {}), "Connection": "close"})
             with connection.getresponse() as response:
-                body = response.read(_MOST_BYTES)
+                body = response.read(_MAX_BYTES)
                 if response.length:
-                    raise MetadataError(f"{what}: the answer broke off")
+                    raise MetadataError(f"{request}: the answer broke off")
         except TimeoutError as error:
-            raise MetadataError(f"{what}: no whole answer within {limit.total_seconds():g} s") from error
+            raise MetadataError(f"{request}: no whole answer within {limit.total_seconds():g} s") from error
         except OSError as error:
-            raise MetadataError(f"{what}: {error.strerror or error}") from error
+            raise MetadataError(f"{request}: {error.strerror or error}") from error
         except http.client.HTTPException as error:
-            raise MetadataError(f"{what}: that is not HTTP ({type(error).__name__})") from error
+            raise MetadataError(f"{request}: the answer is not HTTP ({type(error).__name__})") from error
         finally:
             connection.close()
         if response.status not in accept:
-            raise MetadataError(f"{what}: answered with status {response.status}")
-        return Answer(what, response.status, body.decode("utf-8", errors="replace"), response.headers)
+            raise MetadataError(f"{request}: answered with status {response.status}")
+        return Answer(request, response.status, body.decode("utf-8", errors="replace"), response.headers)
 
 
 class _Connection(http.client.HTTPConnection):
-    """`timeout` alone would count from each byte to the next."""
+    """A connection with one timeout for the whole answer: that of a socket counts from each byte to the next."""
 
     def __init__(self, host: str, port: int, limit: float) -> None:
         super().__init__(host, port, timeout=limit)
-        self._ends = time.monotonic() + limit
+        self._deadline = time.monotonic() + limit
 
     def connect(self) -> None:
         super().connect()
-        self.sock = _LimitedSocket(self.sock, self._ends)
+        self.sock = _LimitedSocket(self.sock, self._deadline)
 
 
 class _LimitedSocket(socket.socket):
-    """Gives up at a moment in time, and after so many bytes."""
+    """A socket that fails at a deadline, and after `_MAX_BYTES`."""
 
-    def __init__(self, connected: socket.socket, ends: float) -> None:
+    def __init__(self, connected: socket.socket, deadline: float) -> None:
         super().__init__(fileno=connected.detach())
-        self._ends = ends
-        self._bytes_left = _MOST_BYTES
-        self.settimeout(max(0.001, ends - time.monotonic()))
+        self._deadline = deadline
+        self._remaining_bytes = _MAX_BYTES
+        self.settimeout(max(0.001, deadline - time.monotonic()))
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0, /) -> int:
-        if (left := self._ends - time.monotonic()) <= 0:
+        if (remaining_s := self._deadline - time.monotonic()) <= 0:
             raise TimeoutError
-        self.settimeout(left)
+        self.settimeout(remaining_s)
         count = super().recv_into(buffer, nbytes, flags)
-        self._bytes_left -= count
-        if self._bytes_left < 0:
-            raise MetadataError(f"an answer of more than {_MOST_BYTES} bytes")
+        self._remaining_bytes -= count
+        if self._remaining_bytes < 0:
+            raise MetadataError(f"an answer of more than {_MAX_BYTES} bytes")
         return count
 
 
 def _address(url: str) -> tuple[str, int]:
-    """Host and port; only what can be a metadata server, or a test's. A URL from the environment must not make a
-    training job ask, or be stopped by, just anybody."""
+    """Return host and port of a URL that can be a metadata server, or a test's. A URL from the environment must not
+    let any other host stop a training job."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port or 80
@@ -135,7 +135,7 @@ def _address(url: str) -> tuple[str, int]:
         raise ConfigError(f"{url!r} is not the URL of a metadata server: {error}") from None
     if parts.scheme != "http" or not host or f"{parts.path}{parts.query}{parts.fragment}" not in ("", "/"):
         raise ConfigError(f"{url!r} is not the URL of a metadata server: write it like 'http://127.0.0.1:1338'")
-    if host not in _OWN_HOSTS and not _is_near(host):
+    if host not in _OWN_HOSTS and not _is_local(host):
         raise ConfigError(
             f"{url!r} is not the URL of a metadata server: {host} is neither a loopback nor a link-local address,"
             " nor a cloud's own name"
@@ -143,7 +143,7 @@ def _address(url: str) -> tuple[str, int]:
     return host, port
 
 
-def _is_near(host: str) -> bool:
+def _is_local(host: str) -> bool:
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

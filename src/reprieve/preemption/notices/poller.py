@@ -1,7 +1,7 @@
-"""A thread that asks a cloud, again and again, whether this machine is about to be taken away.
+"""A thread that polls a cloud for notices that it will reclaim this machine.
 
-Between one `Cloud`, which knows how to ask, and the guard, which is told of each notice once. Whatever the cloud's
-metadata server does (errors, nonsense, silence), the thread goes on asking, and training does not notice.
+It sits between a `Cloud`, which knows the requests, and the stop listener, which gets each notice once. Whatever the
+cloud's metadata server does (errors, nonsense, silence), the thread keeps polling, and training is not affected.
 """
 
 from __future__ import annotations
@@ -23,95 +23,95 @@ _LONGEST_PAUSE = timedelta(seconds=15)
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """What a cloud said of this machine."""
+    """A cloud's announcement about this machine."""
 
     source: str
-    """Who says so: "AWS spot"."""
+    """The sender: "AWS spot"."""
     reason: str
-    """What will happen, for people."""
+    """What will happen, as text for log lines."""
     deadline: datetime | None = None
-    """When the machine goes, in UTC; None: not said."""
+    """When the machine is reclaimed, in UTC; None: unknown."""
     urgent: bool = True
-    """False: worth knowing, but no reason to stop now."""
+    """False: worth logging, but no reason to stop now."""
     event: str = ""
-    """The cloud's name for what will happen. An event is told once, and once more when it becomes urgent."""
+    """The cloud's name for what will happen. An event is passed on once, and again when it becomes urgent."""
 
 
 class Cloud(Protocol):
-    """How one cloud is asked."""
+    """A source of notices."""
 
     @property
     def name(self) -> str:
-        """For people: "AWS"."""
+        """The name in log lines: "AWS"."""
 
     @property
     def pause(self) -> timedelta:
-        """Between two questions."""
+        """The time between two polls."""
 
     def poll(self) -> Notice | None:
-        """Asks once. May wait for a change, but not for ever; raises what went wrong."""
+        """Ask once and return the current notice. May wait for a change, within limits; raises any error."""
 
 
 class NoticePoller:
-    """Watches one cloud from `start` to `close`."""
+    """A poller of one cloud, from `start` to `close`."""
 
     def __init__(
         self, cloud: Cloud, on_notice: Callable[[Notice], object], *, longest_pause: timedelta = _LONGEST_PAUSE
     ) -> None:
-        """`on_notice`: called on the watching thread. `longest_pause`: between two questions, however long the server
-        has been failing."""
+        """`on_notice`: called on the polling thread. `longest_pause`: the most between two polls, however long the
+        server has been failing."""
         self._cloud = cloud
         self._on_notice = on_notice
         self._longest_pause = longest_pause
         self._closed = threading.Event()
-        self._told: set[tuple[str, str, bool]] = set()
-        self._trouble: str | None = None
-        self._thread = threading.Thread(target=self._watch, name=f"reprieve notices {cloud.name}", daemon=True)
+        self._passed_on: set[tuple[str, str, bool]] = set()
+        self._problem: str | None = None
+        self._thread = threading.Thread(target=self._poll, name=f"reprieve notices {cloud.name}", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def close(self) -> None:
-        """No more questions. Returns at once: a request that hangs ends by its own limit, and nobody hears of it."""
+        """Stop polling. Returns at once: a request that hangs ends by its own timeout and is ignored."""
         self._closed.set()
 
-    def _watch(self) -> None:
-        log.debug("asking %s for notices every %g s", self._cloud.name, self._cloud.pause.total_seconds())
+    def _poll(self) -> None:
+        log.debug("polling %s for notices every %g s", self._cloud.name, self._cloud.pause.total_seconds())
         pause = self._cloud.pause
         while not self._closed.is_set():
             try:
                 notice = self._cloud.poll()
-            except Exception as error:  # noqa: BLE001 - whatever a server answers, we go on asking
+            except Exception as error:  # noqa: BLE001 - keep polling whatever a server answers
                 self._failed(error)
                 pause = min(2 * pause, self._longest_pause)
             else:
                 self._worked()
                 pause = self._cloud.pause
                 if notice is not None:
-                    self._tell(notice)
+                    self._pass_on(notice)
             self._closed.wait(pause.total_seconds())
 
     def _failed(self, error: Exception) -> None:
-        trouble = str(error) or type(error).__name__
-        if trouble != self._trouble and not self._closed.is_set():
+        problem = str(error) or type(error).__name__
+        if problem != self._problem and not self._closed.is_set():
             log.warning(
-                "cannot ask %s for notices: %s. Training goes on, and we keep asking",
+                "cannot poll %s for notices: %s. Training continues, and polling does, too",
                 self._cloud.name,
-                trouble,
+                problem,
                 extra=ONE_RANK,
             )
-        self._trouble = trouble
+        self._problem = problem
 
     def _worked(self) -> None:
-        if self._trouble is not None:
-            log.info("%s answers again: notices are heard", self._cloud.name)
-        self._trouble = None
+        if self._problem is not None:
+            log.info("%s answers again: notices are received", self._cloud.name)
+        self._problem = None
 
-    def _tell(self, notice: Notice) -> None:
-        known = (notice.source, notice.event, notice.urgent)
-        if known in self._told or self._closed.is_set():
+    def _pass_on(self, notice: Notice) -> None:
+        key = (notice.source, notice.event, notice.urgent)
+        if key in self._passed_on or self._closed.is_set():
             return
-        self._told.add(known)
+        self._passed_on.add(key)
         try:
             self._on_notice(notice)
         except Exception:
