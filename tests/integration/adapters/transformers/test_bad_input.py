@@ -222,7 +222,7 @@ def test_a_starting_point(job: HfJob, tmp_path: Path) -> None:
     given = replace(job, given=str(tmp_path / "base"))
     assert "saved step 15" in stopped(given, *told(5))
     output = attempt(given)[0].output
-    assert "the run began at" in output
+    assert "the run started from" in output
     assert seen(job.folder)["end-0.json"]["steps"] == 30
     shutil.copytree(tmp_path / "base", tmp_path / "elsewhere")
     refused(replace(job, given=str(tmp_path / "elsewhere")), "of a run that did not")

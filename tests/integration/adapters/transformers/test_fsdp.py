@@ -121,7 +121,7 @@ def test_a_rank_that_fails_among_collectives(job: HfJob) -> None:
     results = attempt(hasty, fail(1, "save", FULL, nth=2), ranks=2)
     assert not any(result.ok or result.timed_out for result in results), str(results)
     assert results[1].error is not None
-    assert "No space left on device. The other ranks stand still in the save" in results[1].error.message
+    assert "No space left on device. The other ranks are stuck in the save" in results[1].error.message
     assert valid(job) == [2]
 
 
