@@ -1,4 +1,4 @@
-"""A store inside one process: ranks as threads, and nothing that can be lost."""
+"""A store inside one process, for ranks that are threads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from reprieve.errors import StoreLost
 
 
 class MemoryStore:
-    """What the contract suite asks of a store, in a dict."""
+    """A store in a dict, which passes the contract suite."""
 
     def __init__(self, shared: MemoryStore | None = None) -> None:
         self.keys: dict[str, bytes] = shared.keys if shared else {}
@@ -41,7 +41,7 @@ class MemoryStore:
     def wait(self, key: str, limit: timedelta) -> bytes | None:
         with self._open():
             self._changed.wait_for(lambda: key in self.keys or self._closed, limit.total_seconds())
-            self._must_be_open()
+            self._check_open()
             return self.keys.get(key)
 
     def delete(self, key: str) -> None:
@@ -57,9 +57,9 @@ class MemoryStore:
             self._changed.notify_all()
 
     def _open(self) -> threading.Condition:
-        self._must_be_open()
+        self._check_open()
         return self._changed
 
-    def _must_be_open(self) -> None:
+    def _check_open(self) -> None:
         if self._closed:
             raise StoreLost("the store in memory was closed here")

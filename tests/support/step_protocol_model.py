@@ -1,16 +1,16 @@
-"""Every interleaving of a small job: the protocol of the common step, driven through all states that it can reach.
+"""A model checker for the protocol of the common step: it drives a small job through every interleaving.
 
-A state is everything that can differ: for each rank where its training thread, its watcher and its talker stand; what
-the store holds; which requests and deaths are still to come. A move is one thing that happens at once: one operation
-on the store, one section under a rank's lock, one step of training, a signal, a death. Steps contain a
-collective: a rank completes step k only when all ranks have started it. So a rank that starts a step which another will
-not run is stuck, and shows as a deadlock.
+A state is everything that can differ: for each rank the positions of its training thread, its watcher and its talker;
+the content of the store; the requests and deaths that are still to come. A move is one atomic event: an operation on
+the store, a section under a rank's lock, a step of training, a signal, a death. Steps contain a collective: a rank
+completes step k only when all ranks have started it. So a rank that starts a step which another will not run is stuck,
+and that is a deadlock.
 
-Two ways to look at fewer states without missing anything. A move that commutes with all that others can do, then or
-later, is looked at alone. And what happens after all training threads have come to an end cannot harm any of them.
+Two reductions explore fewer states without missing anything. A move that commutes with everything that others can do,
+then or later, is explored alone. And nothing after the end of all training threads can harm any of them.
 
-The programs of the background threads are generators, which cannot be copied. A program's state is what it
-has been given so far; to go on, it is run again from the beginning.
+The programs of the background threads are generators, which cannot be copied. The state of a program is the list of
+values that it has received; to continue, it is replayed from the beginning.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ FAILED = "learned that a rank did not answer"
 CUT_OFF = "in a collective with a rank that has died or given up"
 DEAD = "dead"
 
-Asking = tuple[str, int | None]
-"""What is asked, and of which rank; None: of any."""
+RequestTo = tuple[str, int | None]
+"""The kind of a request, and the rank that it goes to; None: any."""
 
 Store = frozenset[tuple[str, Any]]
 
 
 class Broken(AssertionError):
-    """A state that must not be reachable, and the way to it."""
+    """A state that must not be reachable, and the path to it."""
 
 
 class Thread(NamedTuple):
-    """A background thread: the program it runs, and what that has been given so far."""
+    """A background thread: its program, and the values that this has received so far."""
 
     program: tuple[Any, ...]
     given: tuple[Any, ...] = ()
@@ -61,25 +61,25 @@ class Rank(NamedTuple):
     mail: tuple[str, ...] = ()
     closed: bool = False
     served: tuple[tuple[str, int], ...] = ()
-    saw: RankPosition | None = None
-    """Without the lock: the position that the training thread has looked at, and acts on."""
+    unlocked_position: RankPosition | None = None
+    """Without the lock: the position that the training thread has read and acts on."""
 
 
 class State(NamedTuple):
     ranks: tuple[Rank, ...]
     store: Store
-    requests: tuple[Asking, ...]
+    requests: tuple[RequestTo, ...]
     deaths: int
 
 
 class Move(NamedTuple):
-    """What one rank does: afterwards it and the store are like this."""
+    """An event of one rank, with the rank and the store after it."""
 
     what: tuple[object, ...]
     rank: Rank
     store: Store
     alone: bool = False
-    """It changes nothing that another could see before this one goes on, and nothing that another does changes it."""
+    """It commutes with all events of other ranks."""
 
 
 class Way(NamedTuple):
@@ -90,48 +90,48 @@ class Way(NamedTuple):
 
 @dataclass
 class Job:
-    """A job to explore."""
+    """A job to explore, and what can happen to it."""
 
     world_size: int
     steps: int = 2
-    requests: tuple[Asking, ...] = ((STOP, None),)
-    """Each comes at any moment, in any order."""
+    requests: tuple[RequestTo, ...] = ((STOP, None),)
+    """Each comes at any time, in any order."""
     deaths: int = 0
-    """How many ranks die, at any moment."""
+    """How many ranks die, at any time."""
     closes: bool = True
-    """A rank may close while others still train; otherwise it goes on answering."""
+    """A rank may close while others still train; otherwise it continues to answer."""
     hasty: bool = False
-    """Time may run out at any moment, though nobody has died."""
+    """Time may run out at any point, although no rank is dead."""
     late: bool = False
-    """Ranks come at any moment, not all at the beginning."""
+    """Ranks join at any time, not all at the beginning."""
     asks_first: bool = False
-    """The training thread asks before its first step."""
+    """The training thread calls `boundary` before its first step."""
     asks_again: bool = True
-    """After a save the training thread asks again before it goes on."""
+    """After a save the training thread calls `boundary` again before it continues."""
     watcher_stays: bool = False
-    """The watcher of a rank that has left lives on; otherwise it is gone at once."""
+    """The watcher of a rank that has left keeps running; otherwise it ends at once."""
     coarse: bool = False
-    """What a thread publishes and counts, or reads and decides, happens at once."""
+    """Publishing and counting, or reading and deciding, is one atomic move."""
     reduced: bool = True
-    """Look alone at what commutes with everything."""
+    """Explore moves that commute with everything alone."""
     broken: str = ""
-    """A way in which the protocol is not followed: `no lock`, `own step`, `publish before freeze`."""
+    """A violation of the protocol: `no lock`, `own step`, `publish before freeze`."""
     ends: dict[str, int] = field(default_factory=dict)
-    """How it ended, and in how many states."""
+    """How the job ended, and in how many states."""
 
     def __post_init__(self) -> None:
-        # Nobody looks at what is published before all have published.
+        # No rank reads what is published before all have published.
         self._calm = not (self.deaths or self.hasty or self.late or self.closes or self.broken)
-        self._ones: dict[Any, Any] = {}
+        self._interned: dict[Any, Any] = {}
         self._dicts: dict[int, dict[str, Any]] = {}
         self._programs: dict[Any, tuple[Any, bool, Any, tuple[Any, ...]]] = {}
         self._places: dict[Any, tuple[Any, ...]] = {}
         self._known_moves: dict[Any, list[Move]] = {}
 
     def explore(self) -> int:
-        """Look at every state; how many there are. Raises `Broken` with the way to the first bad one."""
+        """Explore every state. Returns their number. Raises `Broken` with the path to the first bad state."""
         start = self._start()
-        visited = {self._key(start): True}  # True as long as it is on the way to the state that we look at
+        visited = {self._key(start): True}  # True while it is on the path to the current state
         way = [Way(("start",), start, self._following(start))]
         while way:
             what, state = next(way[-1].following, ((), None))
@@ -144,7 +144,7 @@ class Job:
             way.append(Way(what, state, iter(())))
             try:
                 if key in visited:
-                    raise Broken("it can go round in a circle")
+                    raise Broken("there is a cycle")
                 visited[key] = True
                 way[-1] = Way(what, state, self._following(state))
             except Broken as broken:
@@ -156,7 +156,7 @@ class Job:
         rank = Rank(AWAY, 0, RankPosition(started=1), None)
         if not self.late:
             rank = self._joined(rank)
-        return State((self.one(rank),) * self.world_size, self.one(frozenset()), self.requests, self.deaths)
+        return State((self.interned(rank),) * self.world_size, self.interned(frozenset()), self.requests, self.deaths)
 
     def _joined(self, rank: Rank) -> Rank:
         doing, step = (AT_BOUNDARY, 0) if self.asks_first else (IN_STEP, 1)
@@ -174,7 +174,7 @@ class Job:
             if rank.doing == DEAD:
                 continue
             for move in (*self._step(state, rank), *self._own_moves(state, number, rank)):
-                ranks = (*state.ranks[:number], self.one(move.rank), *state.ranks[number + 1 :])
+                ranks = (*state.ranks[:number], self.interned(move.rank), *state.ranks[number + 1 :])
                 after = State(ranks, move.store, state.requests, state.deaths)
                 if move.alone and self.reduced:
                     return iter(((("rank", number, *move.what), after),))
@@ -186,24 +186,24 @@ class Job:
         return iter(following)
 
     def _fate(self, state: State, number: int, rank: Rank) -> Iterator[tuple[tuple[object, ...], State]]:
-        """What comes from outside."""
+        """Yield what comes from outside: requests and deaths."""
 
         def with_rank(rank: Rank) -> State:
-            return state._replace(ranks=(*state.ranks[:number], self.one(rank), *state.ranks[number + 1 :]))
+            return state._replace(ranks=(*state.ranks[:number], self.interned(rank), *state.ranks[number + 1 :]))
 
-        if not rank.closed and (rank.talker or not rank.mail):  # else it would be the same as a little later
+        if not rank.closed and (rank.talker or not rank.mail):  # otherwise it is the same as a little later
             for kind, whom in dict.fromkeys(state.requests):
                 if whom in (None, number):
                     requests = list(state.requests)
                     requests.remove((kind, whom))
-                    asked = with_rank(rank._replace(mail=(*rank.mail, kind)))
-                    yield ("rank", number, "is asked to", kind), asked._replace(requests=tuple(requests))
+                    pending = with_rank(rank._replace(mail=(*rank.mail, kind)))
+                    yield ("rank", number, "is requested to", kind), pending._replace(requests=tuple(requests))
         if state.deaths:
-            dead = rank._replace(doing=DEAD, watcher=None, talker=None, mail=(), saw=None)
+            dead = rank._replace(doing=DEAD, watcher=None, talker=None, mail=(), unlocked_position=None)
             yield ("rank", number, "dies"), with_rank(dead)._replace(deaths=state.deaths - 1)
 
     def _step(self, state: State, rank: Rank) -> Iterator[Move]:
-        """The one thing for which a rank depends on the others directly."""
+        """Yield the one move that depends directly on other ranks: completing a step."""
         if rank.doing == IN_STEP:
             behind = [other.doing for other in state.ranks if other.step < rank.step]
             if not behind:
@@ -213,7 +213,7 @@ class Job:
                 yield Move(("is", CUT_OFF), rank._replace(doing=CUT_OFF), state.store)
 
     def _own_moves(self, state: State, number: int, rank: Rank) -> list[Move]:
-        """All that depends only on this rank and the store; looked up where it was asked for before."""
+        """Return the moves that depend only on this rank and the store. They are cached."""
         died = any(other.doing == DEAD for other in state.ranks)
         key = (number, id(rank), id(state.store), died)
         moves = self._known_moves.get(key)
@@ -234,12 +234,12 @@ class Job:
             yield Move(("closes",), rank._replace(closed=True), store)
 
     def _unlocked(self, rank: Rank, store: Store) -> Iterator[Move]:
-        """First it looks; then it does what follows from that, whatever has happened in between."""
-        if rank.saw is None:
-            yield Move(("looks",), rank._replace(saw=rank.position), store)
+        """Without the lock: first read the position, then act on it, whatever has happened in between."""
+        if rank.unlocked_position is None:
+            yield Move(("reads its position",), rank._replace(unlocked_position=rank.position), store)
             return
-        position, verdict = rank.saw.boundary(rank.step)
-        rank = rank._replace(saw=None)
+        position, verdict = rank.unlocked_position.boundary(rank.step)
+        rank = rank._replace(unlocked_position=None)
         if verdict is Verdict.GO:
             position = rank.position._replace(started=position.started)
         elif verdict is Verdict.HOLD:
@@ -254,7 +254,7 @@ class Job:
             yield self._next_step(rank, store)
         elif isinstance(verdict.outcome, AgreementFailure):
             rank = rank._replace(doing=FAILED, position=position.finish())
-            yield Move(("learns that nobody hears from", verdict.outcome.missing), rank, store)
+            yield Move(("learns the failure of", verdict.outcome.missing), rank, store)
         else:
             rank = rank._replace(served=(*rank.served, (verdict.kind, rank.step)))
             if verdict.kind == STOP:
@@ -274,7 +274,7 @@ class Job:
     # Programs
 
     def program(self, program: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, bool, Any, tuple[Any, ...]]:
-        """The next operation; whether there is none; what it returned then; the first way to the same place."""
+        """Return the next operation, whether the program has ended, its result, and the first path to this point."""
         key = (program, given)
         if key not in self._programs:
             self._programs[key] = self._replay(program, given)
@@ -298,8 +298,8 @@ class Job:
     # What must hold
 
     def _check(self, state: State) -> None:
-        """Always: nobody is in a step that a rank which has stopped will not run, and nobody serves anything else than
-        the others, or after another step."""
+        """Check that no rank is in a step that a stopped rank will not run, and that all ranks serve the same requests
+        after the same steps."""
         stopped = [rank.step for rank in state.ranks if rank.doing == STOPPED]
         if stopped and (furthest := max(rank.step for rank in state.ranks)) > min(stopped):
             raise Broken(f"a rank is in step {furthest}, another has stopped after {min(stopped)}")
@@ -309,8 +309,8 @@ class Job:
                 raise Broken(f"not the same at the same step: {rank.served} and {longest}")
 
     def _check_end(self, state: State) -> None:
-        """All training threads have ended: in the same way, unless a rank has died or was given up. And then nobody
-        serves what another learns to have failed."""
+        """Check that all training threads end in the same way, unless a rank is dead or was given up. Even then, no
+        rank serves a request that fails on another."""
         ways = sorted({rank.doing for rank in state.ranks})
         served = {rank.served for rank in state.ranks}
         whole = DEAD not in ways and not self.hasty
@@ -320,10 +320,10 @@ class Job:
         end = " | ".join([*ways, *(kind for kind, _ in max(served, key=len))])
         self.ends[end] = self.ends.get(end, 0) + 1
 
-    # Equal values are one object, so that states are told apart by what their parts are, without a look into them.
+    # Equal values are one object, so that states compare by the identity of their parts.
 
-    def one(self, value: T) -> T:
-        return self._ones.setdefault(value, value)  # type: ignore[no-any-return]
+    def interned(self, value: T) -> T:
+        return self._interned.setdefault(value, value)  # type: ignore[no-any-return]
 
     def _key(self, state: State) -> tuple[Any, ...]:
         return (*map(id, state.ranks), id(state.store), state.requests, state.deaths)
@@ -337,14 +337,14 @@ class Job:
 
 @dataclass(frozen=True)
 class _Where:
-    """One rank and the store, as its background threads meet them."""
+    """One rank and the store, as the background threads of the rank see them."""
 
     job: Job
     number: int
     rank: Rank
     store: Store
     died: bool
-    """Somebody has."""
+    """A rank is dead."""
 
     def watcher(self) -> Iterator[Move]:
         rank = self.rank
@@ -368,7 +368,7 @@ class _Where:
                 talker = Thread(("leave", self.number, frozen_for, rank.position.started))
                 rank = rank._replace(talker=talker, mail=())
             elif not rank.closed and rank.mail:
-                rank = rank._replace(talker=Thread(("ask", rank.mail[0])), mail=rank.mail[1:])
+                rank = rank._replace(talker=Thread(("request_from_all", rank.mail[0])), mail=rank.mail[1:])
             else:
                 return
         assert rank.talker is not None
@@ -380,15 +380,15 @@ class _Where:
             yield move._replace(what=("talker", *move.what), rank=after)
 
     def _run(self, program: tuple[Any, ...], given: tuple[Any, ...]) -> Iterator[tuple[Move, tuple[Any, ...], Any]]:
-        """The program's next operation: the move, what the program has been given after it, and what it returned if it
-        ended (True or False)."""
+        """Yield the move of the program's next operation, the values that the program has received after it, and its
+        result if it ended (True or False)."""
         operation = self.job.program(program, given)[0]
         for move, value in self._operation(operation, given):
             _, done, result, given_now = self.job.program(program, (*given, value))
             if (
                 self.job.coarse
                 and not done
-                and isinstance(operation, protocol.Set | protocol.Collect | protocol.Current)
+                and isinstance(operation, protocol.Set | protocol.Collect | protocol.NextGeneration)
             ):
                 then = _Where(self.job, self.number, move.rank, move.store, self.died)
                 for following, *rest in then._run(program, given_now):
@@ -397,10 +397,10 @@ class _Where:
                 yield move, given_now, (bool(result) if done else None)
 
     def _operation(self, operation: Any, given: tuple[Any, ...]) -> Iterator[tuple[Move, Any]]:
-        """What it does, and its result. Nothing as long as it has to wait."""
+        """Yield the move of an operation and its result; nothing while it has to wait."""
         job, rank, store = self.job, self.rank, self.store
         keys = job.read(store)
-        # Keys do not change while there is somebody left who has not read them. Who has left may find them gone.
+        # Keys do not change while a rank has not read them. A rank that has left may find them deleted.
         stable = not rank.closed
         match operation:
             case protocol.Set(key, value):
@@ -411,11 +411,11 @@ class _Where:
                 yield Move(("sets", key, value), after, self.stored(key, value), job._calm), None
             case protocol.Add(key, amount):
                 total = keys.get(key, 0) + amount
-                alone = not amount and not job.closes  # nobody leaves
+                alone = not amount and not job.closes  # no rank leaves
                 yield Move(("adds", amount, key, total), rank, self.stored(key, total), alone), total
             case protocol.PutOnce(key, value):
                 held = keys.get(key, tuple(value) if isinstance(value, list) else value)
-                # Not so for requests: a late one may meet a generation that has been forgotten.
+                # This does not hold for requests: a late one may meet a deleted generation.
                 alone = stable and key in keys and key.endswith("/end")
                 yield Move(("puts", key, value, "is", held), rank, self.stored(key, held), alone), held
             case protocol.Wait(key, patience):
@@ -429,7 +429,7 @@ class _Where:
                 yield Move(("collects", generation, answers), rank, store, alone), answers
             case protocol.Forget(generation):
                 kept = frozenset(item for item in store if not item[0].startswith(f"{generation}/"))
-                yield Move(("forgets", generation), rank, job.one(kept)), None
+                yield Move(("forgets", generation), rank, job.interned(kept)), None
             case protocol.Freeze(kind):
                 position = rank.position if job.broken == "publish before freeze" else rank.position.freeze(kind)
                 after = rank._replace(position=position)
@@ -439,23 +439,23 @@ class _Where:
                     outcome = int(keys[f"{rank.position.generation - 1}/started/{self.number}"])
                 after = rank._replace(position=rank.position.settle(outcome))
                 yield Move(("knows", outcome), after, store, isinstance(outcome, int)), None
-            case protocol.Current():
-                current = None if rank.position.over or rank.closed else rank.position.generation
-                yield Move(("asks in", current), rank, store), current
-            case protocol.Heard(generation):
+            case protocol.NextGeneration():
+                current = None if rank.position.is_over or rank.closed else rank.position.generation
+                yield Move(("requests in", current), rank, store), current
+            case protocol.AwaitFreeze(generation):
                 if rank.position.generation > generation or rank.closed or rank.watcher is None:
                     kind = rank.position.kind
-                    yield Move(("heard", kind), rank, store, rank.position.over), kind
+                    yield Move(("is frozen for", kind), rank, store, rank.position.is_over), kind
 
     def _time_can_run_out(self, key: str, patience: Patience, given: tuple[Any, ...]) -> bool:
-        """A rank that is alive answers in time, once it is there; and it comes in time."""
+        """Whether time can run out. A live rank joins in time and, once it has joined, answers in time."""
         if patience is Patience.FOREVER:
             return False
         if self.job.hasty or self.died:
             return True
         if not self.job.late or patience is Patience.LATE:
             return False
-        silent = given[-1] if isinstance(given[-1], tuple) else ()  # when it was looked, half of the time ago
+        silent = given[-1] if isinstance(given[-1], tuple) else ()  # as collected half of the time ago
         generation = int(key.partition("/")[0])
         return not any(
             answer is Silent.JOINED and isinstance(self._answer(generation, rank), Silent)
@@ -471,7 +471,7 @@ class _Where:
 
     def stored(self, key: str, value: Any) -> Store:
         keys = self.job.read(self.store)
-        if keys.get(key, 0) == value:  # a counter that nobody has counted is as good as 0
+        if keys.get(key, 0) == value:  # a missing counter equals 0
             return self.store
         kept = self.store - {(key, keys[key])} if key in keys else self.store
-        return self.job.one(kept | {(key, value)})
+        return self.job.interned(kept | {(key, value)})

@@ -1,14 +1,14 @@
-"""Which ranks are there, and which store do they share? Asked once, at the start of a process.
+"""Finds the ranks of a job and the store that they share, at the start of a process.
 
 In this order:
 
 1. `REPRIEVE_STORE` (`tcp://host:port[/prefix]` or `file:///folder`), with `RANK` and `WORLD_SIZE`;
-2. torchrun: a client of our own to the agent's store, which is there before the process group is;
+2. torchrun: our own client of the agent's store, which exists before the process group does;
 3. torch.distributed is initialised: rank 0 serves a store, the others learn its address through the process group's;
 4. a world of one.
 
-Keys begin with what tells this start of the job from others in the same store (torchrun's run and restart),
-and with a number that counts the calls in this process: every rank must call `detect` equally often.
+Keys begin with torchrun's run ID and restart count, which distinguish this start of the job from others in the same
+store, and with the number of the call in this process: every rank must call `detect` equally often.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 _calls = itertools.count()
 
 _served: tuple[Any, Store] | None = None
-"""The process group's store, and the one that we made beside it: served here (rank 0) or found (others)."""
+"""The process group's store, and our store beside it: served here (rank 0) or found (other ranks)."""
 
 _HELP = "Start it with torchrun, call torch.distributed.init_process_group first, or set REPRIEVE_STORE=tcp://host:port"
 
 
 def detect(limit: timedelta = LIMIT) -> Ranks:
-    """The ranks of this job, with a connection of their own."""
+    """Return the ranks of this job, with their own connection to the store."""
     number = next(_calls)
     group = _process_group()
     address = os.environ.get("REPRIEVE_STORE")
@@ -60,7 +60,9 @@ def detect(limit: timedelta = LIMIT) -> Ranks:
     elif group is not None:
         store = _beside_process_group(group, rank, limit)
     else:
-        raise ConfigError(f"WORLD_SIZE is {world_size}, and there is no store for the ranks to talk through. {_HELP}")
+        raise ConfigError(
+            f"WORLD_SIZE is {world_size}, and there is no store for the ranks to communicate through. {_HELP}"
+        )
     start = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")]
     prefix = "/".join(["reprieve", *filter(None, start), str(number)])
     serves = rank == 0 and not address and not torchrun
@@ -68,7 +70,7 @@ def detect(limit: timedelta = LIMIT) -> Ranks:
 
 
 def _process_group() -> Any:
-    """torch.distributed, if somebody has imported and initialised it."""
+    """Return torch.distributed, if it is imported and initialised."""
     distributed: Any = sys.modules.get("torch.distributed")
     return (
         distributed if distributed is not None and distributed.is_available() and distributed.is_initialized() else None
@@ -82,7 +84,7 @@ def _number(name: str, default: int | None = None) -> int:
     try:
         return int(text or "")
     except ValueError:
-        raise ConfigError(f"{name} is {text!r}, and should be a number. {_HELP}") from None
+        raise ConfigError(f"{name} is {text!r}, which is not a number. {_HELP}") from None
 
 
 def _open(address: str) -> Store:
@@ -98,30 +100,30 @@ def _open(address: str) -> Store:
 
 
 def _beside_process_group(group: Any, rank: int, limit: timedelta) -> Store:
-    """A client of the store that rank 0 serves for as long as its process lives."""
+    """Return a client of the store that rank 0 serves as long as its process lives."""
     from reprieve.ranks.torch_store import TorchStore
 
     global _served  # noqa: PLW0603 - there is one default process group a process
-    theirs = group.distributed_c10d._get_default_store()
-    if _served is None or _served[0] is not theirs:
+    group_store = group.distributed_c10d._get_default_store()
+    if _served is None or _served[0] is not group_store:
         if rank == 0:
             hosts = [host for host in (os.environ.get("MASTER_ADDR"), _own_address(), socket.gethostname()) if host]
-            ours = TorchStore.serve(_where_to_listen(hosts[0]))
-            theirs.set("reprieve/store", " ".join([str(ours.port), *hosts]))
+            our_store = TorchStore.serve(_listen_address(hosts[0]))
+            group_store.set("reprieve/store", " ".join([str(our_store.port), *hosts]))
         else:
-            ours = _find(theirs, limit)
-        _served = (theirs, ours)
+            our_store = _find(group_store, limit)
+        _served = (group_store, our_store)
     return _served[1].client()
 
 
-def _find(theirs: Any, limit: timedelta) -> TorchStore:
+def _find(group_store: Any, limit: timedelta) -> TorchStore:
     from reprieve.ranks.torch_store import TorchStore
 
     try:
-        theirs.wait(["reprieve/store"], limit)
+        group_store.wait(["reprieve/store"], limit)
     except RuntimeError as error:
-        raise RankFailed(0, f"did not say within {limit.total_seconds():g} s where its store is") from error
-    port, *hosts = theirs.get("reprieve/store").decode().split()
+        raise RankFailed(0, f"did not publish the address of its store within {limit.total_seconds():g} s") from error
+    port, *hosts = group_store.get("reprieve/store").decode().split()
     for host in hosts:
         try:
             return TorchStore(host, int(port), limit=min(limit, timedelta(seconds=10)))
@@ -130,8 +132,8 @@ def _find(theirs: Any, limit: timedelta) -> TorchStore:
     raise lost
 
 
-def _where_to_listen(host: str) -> str:
-    """For a job on one machine on the loopback only; else on all interfaces, of the kind that `host` is reached by."""
+def _listen_address(host: str) -> str:
+    """Return the loopback for a job on one machine; otherwise all interfaces, of the address family of `host`."""
     with contextlib.suppress(OSError):
         address = ipaddress.ip_address(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
         if address.is_loopback:
@@ -142,7 +144,7 @@ def _where_to_listen(host: str) -> str:
 
 
 def _own_address() -> str | None:
-    """The address by which others likely reach this host. Nothing is sent: to connect UDP is to look up a route."""
+    """Return the address by which others likely reach this host. Connecting UDP sends nothing: it looks up a route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))

@@ -1,8 +1,8 @@
 """A store in a folder that all ranks see: for jobs without a common TCP port, and for tests without torch.
 
-One file a key. `put_once` is `link`, which fails where the name exists, on NFS as well; `set` is a rename; `add`
-holds a lock (`flock`, which a killed process gives back). Nothing is flushed: a store lives no longer than its job.
-A folder must be new for each start of a job: what an earlier one agreed on would be taken for this one's.
+Each key is a file. `put_once` is `link`, which fails if the name exists, on NFS too. `set` is a rename. `add` holds a
+lock (`flock`, which the kernel releases when a process is killed). Nothing is flushed: a store lives no longer than its
+job. Each start of a job needs a new folder: otherwise it would take the agreements of an earlier start for its own.
 """
 
 from __future__ import annotations
@@ -27,23 +27,26 @@ from reprieve.ranks.timed_calls import TimedCaller
 
 T = TypeVar("T")
 
+MIN_POLL_INTERVAL_S = 0.002
+MAX_POLL_INTERVAL_S = 0.05
+"""A wait for a key polls more and more rarely, up to this interval."""
 _NAME_BYTES = 200
-"""File systems take 255."""
+"""File systems allow 255."""
 
 
 class FolderStore:
-    """Keys as files in one folder, which is made if it is not there."""
+    """Keys as files in one folder, which is created if it does not exist."""
 
     def __init__(self, folder: str | os.PathLike[str], *, limit: timedelta = ANSWER_LIMIT) -> None:
         self.folder = Path(folder)
         self._limit = limit
-        self._errands = TimedCaller(f"store in {folder}")
+        self._caller = TimedCaller(f"store in {folder}")
         self._call(lambda: self.folder.mkdir(parents=True, exist_ok=True))
 
     def set(self, key: str, value: bytes) -> None:
         def call() -> None:
-            with self._fresh(value) as fresh:
-                fresh.rename(self._path(key))
+            with self._new_file(value) as new_file:
+                new_file.rename(self._path(key))
 
         self._call(call)
 
@@ -54,8 +57,8 @@ class FolderStore:
         def call() -> int:
             with self._locked():
                 total = int(self._read(key) or 0) + amount
-                with self._fresh(str(total).encode()) as fresh:
-                    fresh.rename(self._path(key))
+                with self._new_file(str(total).encode()) as new_file:
+                    new_file.rename(self._path(key))
                 return total
 
         return self._call(call)
@@ -63,23 +66,23 @@ class FolderStore:
     def put_once(self, key: str, value: bytes) -> bytes:
         def call() -> bytes:
             path = self._path(key)
-            with self._fresh(value) as fresh:
+            with self._new_file(value) as new_file:
                 while True:
                     try:
-                        os.link(fresh, path)
+                        os.link(new_file, path)
                         return value
                     except FileExistsError:
-                        if (held := self._read(key)) is not None:  # None: removed in between
+                        if (held := self._read(key)) is not None:  # None: deleted in between
                             return held
 
         return self._call(call)
 
     def wait(self, key: str, limit: timedelta) -> bytes | None:
-        end = time.monotonic() + limit.total_seconds()
-        pause = 0.002
-        while (value := self.get(key)) is None and (left := end - time.monotonic()) > 0:
-            time.sleep(min(pause, left))
-            pause = min(pause * 1.5, 0.05)
+        deadline = time.monotonic() + limit.total_seconds()
+        interval_s = MIN_POLL_INTERVAL_S
+        while (value := self.get(key)) is None and (remaining_s := deadline - time.monotonic()) > 0:
+            time.sleep(min(interval_s, remaining_s))
+            interval_s = min(interval_s * 1.5, MAX_POLL_INTERVAL_S)
         return value
 
     def delete(self, key: str) -> None:
@@ -87,7 +90,7 @@ class FolderStore:
             try:
                 self._path(key).unlink()
             except FileNotFoundError:
-                self._must_be_there()
+                self._check_folder()
 
         self._call(call)
 
@@ -95,15 +98,15 @@ class FolderStore:
         return FolderStore(self.folder, limit=self._limit)
 
     def close(self) -> None:
-        self._errands.close()
+        self._caller.close()
 
     def _call(self, call: Callable[[], T]) -> T:
         try:
-            return self._errands.run(call, self._limit)
+            return self._caller.run(call, self._limit)
         except OSError as error:
-            raise StoreLost(self._errands.lose(error.strerror or str(error))) from error
+            raise StoreLost(self._caller.lose(error.strerror or str(error))) from error
 
-    # What follows runs on the errands' thread.
+    # The methods below run on the thread of the TimedCaller.
 
     def _path(self, key: str) -> Path:
         name = quote(key, safe=" ,=")
@@ -115,21 +118,21 @@ class FolderStore:
         try:
             return self._path(key).read_bytes()
         except FileNotFoundError:
-            self._must_be_there()
+            self._check_folder()
             return None
 
-    def _must_be_there(self) -> None:
+    def _check_folder(self) -> None:
         if not self.folder.is_dir():
             raise FileNotFoundError(errno.ENOENT, "the folder is gone", str(self.folder))
 
     @contextlib.contextmanager
-    def _fresh(self, value: bytes) -> Iterator[Path]:
-        fresh = self.folder / f".{os.getpid()}.{threading.get_ident()}.{uuid.uuid4().hex}"
+    def _new_file(self, value: bytes) -> Iterator[Path]:
+        new_file = self.folder / f".{os.getpid()}.{threading.get_ident()}.{uuid.uuid4().hex}"
         try:
-            fresh.write_bytes(value)
-            yield fresh
+            new_file.write_bytes(value)
+            yield new_file
         finally:
-            fresh.unlink(missing_ok=True)
+            new_file.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

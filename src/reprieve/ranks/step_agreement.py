@@ -1,9 +1,9 @@
-"""One common step for all ranks: whoever is asked to stop or to save, all do it after the same step.
+"""One common step for all ranks: a request to any rank to stop or to save takes effect on all after the same step.
 
-Between a request (a signal, a schedule) and the training loop. The protocol is `step_protocol`; this runs it: a watcher
-thread that sits in the store until somebody asks, a talker thread that passes on what is asked here, and
-`boundary`, which the training thread calls between two steps. While nobody asks, that is one look at memory under a
-lock, about 1 µs; nothing is sent, and there is never a collective.
+It sits between a request (a signal, a schedule) and the training loop, and runs the protocol of `step_protocol`. A
+watcher thread waits in the store for requests, a talker thread publishes those of this rank, and the training thread
+calls `boundary` between two steps. Without a request, that reads memory under a lock, about 1 µs. It sends nothing, and
+never uses a collective.
 """
 
 from __future__ import annotations
@@ -40,35 +40,35 @@ from reprieve.ranks.store import Store, prefixed
 log = logging.getLogger("reprieve")
 
 STOP_LIMIT = timedelta(seconds=15)
-"""Half of the 30 s that Kubernetes, and torchrun after the first rank has ended, leave by default. A watcher does
-nothing but answer, and takes milliseconds; seconds, while something holds the interpreter's lock."""
+"""How long ranks may take to agree on a stop: half of the 30 s that Kubernetes, and torchrun after the first rank has
+ended, allow by default. A watcher answers in milliseconds, or in seconds while something holds the GIL."""
 
 _FOREVER = timedelta(days=3650)
 
 
 class Request(NamedTuple):
-    """What all ranks do now, after the same step."""
+    """What all ranks do after the same step."""
 
     kind: str
     """`stop` or `save`."""
 
     step: int
-    """How many steps are completed."""
+    """The number of completed steps."""
 
 
 class StepAgreement:
-    """The ranks of a job, as far as they stop and save together. Every rank makes one, with the same `completed`.
+    """The agreement of all ranks on when to stop and save. Every rank makes one, with the same `completed`.
 
-    The training thread calls `boundary` after every step, and starts the next only when that returned None. After it
-    has served a request it asks again:
+    The training thread calls `boundary` after every step, and starts the next only if that returns None. After it has
+    served a request, it calls `boundary` again:
 
-        while request := common.boundary(step):
+        while request := agreement.boundary(step):
             save(step)
             if request.kind == "stop":
                 raise Preempted
 
-    All that belongs to a step may be done before its boundary, a save of its own included: a stop that comes
-    meanwhile is served right there.
+    Everything that belongs to a step, including a save, may be done before its boundary: a stop that comes meanwhile
+    takes effect there.
     """
 
     def __init__(
@@ -80,18 +80,18 @@ class StepAgreement:
         on_lost: Callable[[RanksError], object] | None = None,
         on_stop: Callable[[], object] | None = None,
     ) -> None:
-        """`completed`: how many steps were done before, from a checkpoint; the same on every rank.
+        """`completed`: how many steps the checkpoint has; the same on every rank.
 
-        `stop_limit`: how long a rank may take to answer when a stop is asked for. It is long dead before `ranks.limit`,
-        which holds for saves and for ranks that have not joined yet, and which no grace period would last.
-        `on_lost`: called once, on a background thread, when the ranks cannot agree on anything any more.
-        `on_stop`: called on a background thread when a stop is asked for, by whatever rank; not in a world of one.
+        `stop_limit`: how long a rank may take to answer a stop request. `ranks.limit`, which is longer than any grace
+        period, applies to saves and to ranks that have not joined yet.
+        `on_lost`: called once, on a background thread, when the ranks can no longer agree on anything.
+        `on_stop`: called on a background thread when any rank requests a stop; not in a world of one.
         """
         self._rank = ranks.rank
         self._world_size = ranks.world_size
         self._limits = {
             Patience.FOREVER: _FOREVER,
-            Patience.PROMPT: min(stop_limit, ranks.limit) / 2,  # waited for twice
+            Patience.PROMPT: min(stop_limit, ranks.limit) / 2,  # the protocol waits twice
             Patience.LONG: ranks.limit / 2,
             Patience.LATE: ranks.limit,
         }
@@ -99,19 +99,19 @@ class StepAgreement:
         self._on_stop = on_stop
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        # The first step is started without asking; where a boundary comes before it, one step more is run.
+        # The first step may start without a boundary; if there is one before it, one more step runs.
         self._position = RankPosition(started=completed + 1)
         self._failure: AgreementFailure | None = None
         self._closing = False
-        self._stop_asked: float | None = None
-        self._save_asked = False
-        # Not a queue.Queue: a signal handler may call `request` while this thread holds any lock.
-        self._mail: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._stop_requested_at: float | None = None
+        self._save_is_pending = False
+        # Not a queue.Queue: a signal handler may call `request` while its thread holds any lock.
+        self._requests: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._alone = ranks.world_size == 1
         self._stores: list[Store] = []
         self._threads: list[threading.Thread] = []
         if not self._alone:
-            for name, work in (("watcher", self._watch), ("talker", self._talk)):
+            for name, work in (("watcher", self._watch), ("talker", self._pass_on_requests)):
                 store = prefixed(ranks.store.client(), "step")
                 self._stores.append(store)
                 self._threads.append(
@@ -121,32 +121,32 @@ class StepAgreement:
                 thread.start()
 
     def request(self, kind: str) -> None:
-        """Have all ranks `stop` or `save` after the next step that they have in common.
+        """Request that all ranks `stop` or `save` after their next common step.
 
-        From any thread, a signal handler included, at any time; returns at once. A stop is served once, however often
-        it is asked for, and after it nothing else is. A save that was asked for here and not served yet is not asked
-        for again: a schedule may ask at every step for which it is due.
+        May be called from any thread, including a signal handler, at any time; returns at once. A stop takes effect
+        once, however often it is requested, and nothing takes effect after it. A save that is still pending here is
+        not requested again: a schedule may request one at every step at which it is due.
         """
         if kind not in (STOP, SAVE):
-            raise ConfigError(f"ranks can be asked to {STOP!r} or to {SAVE!r}, not to {kind!r}")
+            raise ConfigError(f"a request to the ranks is {STOP!r} or {SAVE!r}, not {kind!r}")
         if kind == SAVE:
-            if self._save_asked:
+            if self._save_is_pending:
                 return
-            self._save_asked = True
-        self._mail.put(kind)
+            self._save_is_pending = True
+        self._requests.put(kind)
 
     def boundary(self, completed: int) -> Request | None:
-        """The training thread, after `completed` steps. None: start the next step. Otherwise all ranks do what is
-        asked here, after this same step; then ask again.
+        """Return what to do after `completed` steps. None: start the next step. Otherwise all ranks get this request
+        after this same step; serve it, then call `boundary` again. Called by the training thread.
 
-        Waits only if something has been asked for and the common step is not known yet: milliseconds, or until a
-        rank that does not answer is given up. Then it raises, once for each request, `RankFailed` on all ranks,
-        `StoreLost` where the store is gone. No step has been started, and this rank's state is that of `completed`.
+        Waits only if there is a request and the common step is not known yet: for milliseconds, or until a rank that
+        does not answer is given up. Then it raises, once for each request, `RankFailed` on all ranks, or `StoreLost` if
+        the store is gone. No step has been started, and this rank's state is that of `completed`.
         """
         if self._alone:
-            if self._mail.empty() and not self._position.asked:
-                return None  # at every step: there is nobody who would have to know of it
-            self._serve_own_mail()
+            if self._requests.empty() and not self._position.pending:
+                return None  # the usual case, at every step: no other rank has to know
+            self._serve_alone()
         with self._lock:
             self._position, verdict = self._position.boundary(completed)
         if verdict is Verdict.GO:
@@ -155,7 +155,7 @@ class StepAgreement:
             verdict = self._hold(completed)
         if isinstance(verdict, PendingRequest):
             if verdict.kind == SAVE:
-                self._save_asked = False
+                self._save_is_pending = False
             if isinstance(verdict.outcome, AgreementFailure):
                 raise _error(verdict.outcome, verdict.kind)
             return Request(verdict.kind, completed)
@@ -163,28 +163,28 @@ class StepAgreement:
 
     @property
     def agreed(self) -> int | None:
-        """After which step the ranks will serve what was asked for last; None: that is not known, or served."""
-        asked = self._position.asked
-        outcome = asked[-1].outcome if asked else None
+        """After which step the ranks will serve the last request; None: unknown, or already served."""
+        pending = self._position.pending
+        outcome = pending[-1].outcome if pending else None
         return outcome if isinstance(outcome, int) else None
 
     def finish(self) -> None:
-        """This rank runs no more steps. It still answers the others until it is closed."""
+        """Note that this rank runs no more steps. It still answers the others until it is closed."""
         with self._lock:
             self._position = self._position.finish()
 
     def close(self) -> None:
-        """Leave: nobody waits for this rank any more. Waits for no other rank."""
+        """Leave: no rank waits for this one any more. Does not wait for other ranks."""
         with self._changed:
             self._position = self._position.finish()
-            already, self._closing = self._closing, True
+            was_closing, self._closing = self._closing, True
             self._changed.notify_all()
-        if already or not self._threads:
+        if was_closing or not self._threads:
             return
         watcher, talker = self._threads
-        self._mail.put(None)
+        self._requests.put(None)
         talker.join()
-        self._stores[0].close()  # ends its wait
+        self._stores[0].close()  # ends the watcher's wait
         watcher.join()
 
     def __enter__(self) -> StepAgreement:
@@ -196,7 +196,7 @@ class StepAgreement:
     # The training thread
 
     def _hold(self, completed: int) -> Verdict | PendingRequest:
-        # No limit of its own: the watcher has one, and whatever ends it settles the request.
+        # This needs no limit: the watcher has one, and settles the request however it ends.
         with self._changed:
             while True:
                 self._position, verdict = self._position.boundary(completed)
@@ -204,12 +204,12 @@ class StepAgreement:
                     return verdict
                 self._changed.wait()
 
-    def _serve_own_mail(self) -> None:
-        """In a world of one the common step is this one."""
+    def _serve_alone(self) -> None:
+        """Settle requests in a world of one: the common step is this one."""
         with self._lock:
-            while not self._mail.empty():
-                kind = self._mail.get()
-                if kind is not None and not self._position.over:
+            while not self._requests.empty():
+                kind = self._requests.get()
+                if kind is not None and not self._position.is_over:
                     self._position = self._position.freeze(kind).settle(self._position.started)
 
     # The background threads. No collectives here: the training thread may be in one, or wait for a dead rank in it.
@@ -219,25 +219,25 @@ class StepAgreement:
             for generation in itertools.count():
                 if not self._run(store, protocol.watch(self._rank, self._world_size, generation)):
                     break
-        except Exception as error:  # noqa: BLE001 - whatever it is: the training thread must not wait for a thread that has ended
+        except Exception as error:  # noqa: BLE001 - the training thread must not wait for a dead thread
             self._fail(AgreementFailure(lost=_reason(error)))
         finally:
             store.close()
 
-    def _talk(self, store: Store) -> None:
+    def _pass_on_requests(self, store: Store) -> None:
         try:
             store.set(f"joined/{self._rank}", b"1")
         except Exception as error:  # noqa: BLE001 - as above
             self._fail(AgreementFailure(lost=_reason(error)))
-        while (kind := self._mail.get()) is not None:
-            if kind == STOP and self._stop_asked is None:
-                self._stop_asked = time.monotonic()
-            asked = False
+        while (kind := self._requests.get()) is not None:
+            if kind == STOP and self._stop_requested_at is None:
+                self._stop_requested_at = time.monotonic()
+            requested = False
             try:
-                asked = self._run(store, protocol.ask(kind))
+                requested = self._run(store, protocol.request_from_all(kind))
             except Exception as error:  # noqa: BLE001 - as above
                 self._fail(AgreementFailure(lost=_reason(error)))
-            if not asked and self._failure is not None:
+            if not requested and self._failure is not None:
                 with self._changed:
                     self._position = self._position.refuse(kind, self._failure)
                     self._changed.notify_all()
@@ -246,22 +246,22 @@ class StepAgreement:
                 with self._lock:
                     position = self._position
                 self._run(store, protocol.leave(self._rank, max(position.generation - 1, 0), position.started))
-        except Exception as error:  # noqa: BLE001 - nobody can be told any more
-            log.debug("rank %d could not say that it leaves: %s", self._rank, error)
+        except Exception as error:  # noqa: BLE001 - no rank can be reached any more
+            log.debug("rank %d could not publish that it leaves: %s", self._rank, error)
         finally:
             store.close()
 
     def _fail(self, failure: AgreementFailure) -> None:
-        """There is no common step any more. While nobody has asked for one, training is not disturbed."""
+        """Note that there will be no common step. Training continues until one is requested."""
         with self._changed:
-            first = self._failure is None and not self._closing
+            is_first = self._failure is None and not self._closing
             self._failure = self._failure or failure
             self._position = self._position.settle(failure)
             self._changed.notify_all()
-        if first:
+        if is_first:
             error = _error(failure)
             log.warning(
-                "%s (seen by rank %d). From now on the ranks cannot stop or save together",
+                "%s (detected by rank %d). The ranks can no longer stop or save together",
                 error,
                 self._rank,
                 extra=ONE_RANK,
@@ -269,11 +269,11 @@ class StepAgreement:
             if self._on_lost is not None:
                 try:
                     self._on_lost(error)
-                except Exception:  # theirs; our threads go on
+                except Exception:  # the caller's error must not end this thread
                     log.exception("on_lost failed")
 
     def _run(self, store: Store, program: Program) -> Any:
-        """Do what the program says; what it returns."""
+        """Run a program. Returns what it returns."""
         result: Any = None
         while True:
             try:
@@ -315,11 +315,11 @@ class StepAgreement:
                     with self._changed:
                         self._position = self._position.settle(outcome)
                         self._changed.notify_all()
-            case protocol.Current():
+            case protocol.NextGeneration():
                 with self._lock:
-                    ended = self._position.over or self._closing or self._failure is not None
-                    return None if ended else self._position.generation
-            case protocol.Heard(generation):
+                    is_over = self._position.is_over or self._closing or self._failure is not None
+                    return None if is_over else self._position.generation
+            case protocol.AwaitFreeze(generation):
                 with self._changed:
                     self._changed.wait_for(
                         lambda: self._position.generation > generation or self._closing or self._failure is not None
@@ -330,16 +330,16 @@ class StepAgreement:
     def _wait(self, store: Store, key: str, patience: Patience) -> bytes | None:
         if patience is not Patience.LONG:
             return store.wait(key, self._limits[patience])
-        # What a save waits for may be dead. When a stop is asked for here meanwhile, time is short for both.
-        begun = time.monotonic()
-        end = begun + self._limits[Patience.LONG].total_seconds()
-        prompt = self._limits[Patience.PROMPT].total_seconds()
+        # The rank that a save waits for may be dead. A stop that is requested here meanwhile shortens the wait.
+        began = time.monotonic()
+        deadline = began + self._limits[Patience.LONG].total_seconds()
+        prompt_s = self._limits[Patience.PROMPT].total_seconds()
         while True:
-            if self._stop_asked is not None:
-                end = min(end, max(begun, self._stop_asked) + prompt)
-            left = end - time.monotonic()
-            value = store.wait(key, timedelta(seconds=max(0.0, min(left, prompt / 4))))
-            if value is not None or left <= 0:
+            if self._stop_requested_at is not None:
+                deadline = min(deadline, max(began, self._stop_requested_at) + prompt_s)
+            remaining_s = deadline - time.monotonic()
+            value = store.wait(key, timedelta(seconds=max(0.0, min(remaining_s, prompt_s / 4))))
+            if value is not None or remaining_s <= 0:
                 return value
 
     def _answer(self, store: Store, generation: int, rank: int) -> int | protocol.Silent:
@@ -353,7 +353,7 @@ def _error(failure: AgreementFailure, kind: str | None = None) -> RanksError:
     if failure.lost:
         return StoreLost(failure.lost)
     during = {STOP: "stopping together", SAVE: "saving together"}.get(kind or "")
-    reason = "did not answer: it has died, or stands still"
+    reason = "did not answer: it is dead, or hangs"
     if len(failure.missing) == 1:
         return RankFailed(failure.missing[0], reason, during=during)
     return RankFailed(None, f"ranks {', '.join(map(str, failure.missing))} {reason}", during=during)

@@ -1,18 +1,19 @@
-"""How ranks find one common step: the protocol alone, without threads, clocks or stores.
+"""The protocol by which ranks agree on one common step, without threads, clocks or stores.
 
-`RankPosition` is what a rank knows about its own training thread. `watch`, `ask` and `leave` are what its background
-threads do; they yield one operation at a time and are given its result, so that `common_step` runs them on a real
-store and the tests run the same code through every interleaving of several ranks. docs/design/common-step.md
-says why it is right.
+`RankPosition` is what a rank knows about its own training thread. `watch`, `request_from_all` and `leave` are the
+programs of its background threads: generators that yield one operation at a time and receive its result. So
+`step_agreement` runs them on a real store, and the tests run the same code through every interleaving of several ranks.
+docs/design/common-step.md explains why the protocol is correct.
 
-Requests are numbered: there is one of each generation, and `put_once` decides which. Keys in the store:
+Each request has a number, its generation; `put_once` decides which request that is. Keys in the store:
 
-    <generation>/request         what is asked: "stop" or "save"
+    <generation>/request         what is requested: "stop" or "save"
     <generation>/started/<rank>  how many steps that rank had started when it was frozen
     <generation>/arrived         how many ranks have published that
-    <generation>/end             what all ranks conclude: the step, or who did not answer
+    <generation>/end             the outcome for all ranks: the step, or the ranks that did not answer
     joined/<rank>                that rank has a watcher
-    left/<rank>, leavers         how many steps that rank had started when it left, and how many ranks have left
+    left/<rank>                  how many steps that rank had started when it left
+    leavers                      how many ranks have left
 """
 
 from __future__ import annotations
@@ -25,86 +26,92 @@ STOP = "stop"
 SAVE = "save"
 
 
-# What a rank knows about its training thread
+# The state of a rank's training thread
 
 
 class AgreementFailure(NamedTuple):
-    """There is no common step: ranks did not answer, or the store is lost."""
+    """Why there is no common step: ranks did not answer, or the store is lost."""
 
     missing: tuple[int, ...] = ()
     lost: str = ""
 
 
 class PendingRequest(NamedTuple):
-    """A request that this rank has been frozen for, and what came of it as soon as that is known."""
+    """A request for which this rank was frozen, and its outcome: the common step, a failure, or None while unknown."""
 
     kind: str
     outcome: int | AgreementFailure | None = None
 
 
 class Verdict(Enum):
-    """What the training thread does at a boundary where it serves nothing."""
+    """What the training thread does at a boundary where it serves no request."""
 
     GO = "start the next step"
     HOLD = "wait until the common step is known"
 
 
 class RankPosition(NamedTuple):
-    """Where the training thread of one rank is. Replaced as a whole, and only under the rank's lock."""
+    """The position of one rank's training thread. Replaced as a whole, and only under the rank's lock."""
 
     started: int
-    """The last step that the training thread may have begun. It never goes back."""
+    """The last step that the training thread may have begun. It never decreases."""
 
-    asked: tuple[PendingRequest, ...] = ()
-    """What is to be served, in order. Only the last may be undecided. Empty: the thread is not frozen."""
+    pending: tuple[PendingRequest, ...] = ()
+    """The requests to serve, in order. Only the last may be undecided. Empty: the thread is not frozen."""
 
     generation: int = 0
-    """How many requests this rank has been frozen for."""
+    """For how many requests this rank was frozen."""
 
     kind: str = ""
-    """What the last of them asked for."""
+    """The kind of the last of them."""
 
-    over: bool = False
-    """No more requests: a stop was asked for, or the ranks could not agree."""
+    is_over: bool = False
+    """There are no more requests: a stop was requested, or the ranks could not agree."""
 
-    finished: bool = False
-    """The training thread comes to no boundary any more."""
+    is_finished: bool = False
+    """The training thread reaches no further boundary."""
 
     def boundary(self, completed: int) -> tuple[RankPosition, Verdict | PendingRequest]:
-        """The training thread, after `completed` steps: may it start the next, or what does it do here?"""
-        if self.asked:
-            first = self.asked[0]
+        """Decide what the training thread does after `completed` steps: start the next, wait, or serve a request."""
+        if self.pending:
+            first = self.pending[0]
             if first.outcome is None:
                 return self, Verdict.HOLD
             if isinstance(first.outcome, AgreementFailure) or completed >= first.outcome:
-                return self._replace(asked=self.asked[1:]), first
-            # Also while a later request is undecided: its step will not be before this one's.
+                return self._replace(pending=self.pending[1:]), first
+            # This also holds while a later request is undecided: its step will not be before this one's.
         started = completed + 1
         if started > self.started:
-            return RankPosition(started, self.asked, self.generation, self.kind, self.over, self.finished), Verdict.GO
+            return RankPosition(
+                started, self.pending, self.generation, self.kind, self.is_over, self.is_finished
+            ), Verdict.GO
         return self, Verdict.GO
 
     def freeze(self, kind: str) -> RankPosition:
-        """A request has come: from now on the training thread starts no step that is not agreed on."""
-        asked = self.asked if self.finished else (*self.asked, PendingRequest(kind))
-        return self._replace(asked=asked, generation=self.generation + 1, kind=kind, over=self.over or kind == STOP)
+        """Freeze for a request: from now on the training thread starts no step that is not agreed on."""
+        pending = self.pending if self.is_finished else (*self.pending, PendingRequest(kind))
+        return self._replace(
+            pending=pending, generation=self.generation + 1, kind=kind, is_over=self.is_over or kind == STOP
+        )
 
     def settle(self, outcome: int | AgreementFailure) -> RankPosition:
-        """What came of the last request is known."""
-        over = self.over or isinstance(outcome, AgreementFailure)
-        if not self.asked or self.asked[-1].outcome is not None:
-            return self._replace(over=over)
-        return self._replace(asked=(*self.asked[:-1], PendingRequest(self.asked[-1].kind, outcome)), over=over)
+        """Note the outcome of the last request."""
+        is_over = self.is_over or isinstance(outcome, AgreementFailure)
+        if not self.pending or self.pending[-1].outcome is not None:
+            return self._replace(is_over=is_over)
+        return self._replace(
+            pending=(*self.pending[:-1], PendingRequest(self.pending[-1].kind, outcome)), is_over=is_over
+        )
 
     def refuse(self, kind: str, failure: AgreementFailure) -> RankPosition:
-        """A request that cannot be passed on: the training thread learns it at its next boundary."""
-        return self._replace(asked=(*self.asked, PendingRequest(kind, failure)), over=True)
+        """Note a request that cannot be passed on: the training thread gets the failure at its next boundary."""
+        return self._replace(pending=(*self.pending, PendingRequest(kind, failure)), is_over=True)
 
     def finish(self) -> RankPosition:
-        return self._replace(asked=(), finished=True)
+        return self._replace(pending=(), is_finished=True)
 
 
-# What its background threads do, one operation at a time
+# The operations of its background threads
 
 
 class Set(NamedTuple):
@@ -118,18 +125,18 @@ class Add(NamedTuple):
 
 
 class PutOnce(NamedTuple):
-    """The first one wins; the result is what the key holds."""
+    """Set a key if it is not set; the result is the value that it has then."""
 
     key: str
     value: str | int | Sequence[int]
 
 
 class Patience(Enum):
-    """How long to wait for a key. The result is None when that time has passed."""
+    """How long to wait for a key. The result is None if that time passes."""
 
-    FOREVER = "for ever"
-    PROMPT = "as long as a rank that is there may take to answer, when time is short"
-    LONG = "as long as a rank that is there may take to answer"
+    FOREVER = "forever"
+    PROMPT = "as long as a rank that has joined may take to answer a stop request"
+    LONG = "as long as a rank that has joined may take to answer"
     LATE = "as long as a rank may join later than the others"
 
 
@@ -139,56 +146,56 @@ class Wait(NamedTuple):
 
 
 class Silent(Enum):
-    """What is known of a rank that has neither answered nor left."""
+    """What is known about a rank that has neither answered nor left."""
 
     ABSENT = "it has not joined yet"
     JOINED = "it should have answered"
 
 
 class Collect(NamedTuple):
-    """By rank: what it has published for this generation, or else when it left, or else whether it has joined. Not a
-    snapshot, and need not be one: none of these keys ever changes."""
+    """Read, for each rank, what it published for this generation, or else its step when it left, or else whether it has
+    joined. This is not an atomic snapshot and need not be one: none of these keys ever changes."""
 
     generation: int
 
 
 class Forget(NamedTuple):
-    """Remove the keys of a generation."""
+    """Delete the keys of a generation."""
 
     generation: int
 
 
 class Freeze(NamedTuple):
-    """On this rank's position, under its lock; the result is `started`."""
+    """Freeze this rank's position, under its lock; the result is `started`."""
 
     kind: str
 
 
 class Settle(NamedTuple):
-    """On this rank's position, under its lock."""
+    """Settle this rank's position, under its lock."""
 
     outcome: int | AgreementFailure
 
 
-class Current(NamedTuple):
-    """The generation that the next request belongs to; None when there will be none."""
+class NextGeneration(NamedTuple):
+    """Return the generation of the next request; None if there will be none."""
 
 
-class Heard(NamedTuple):
-    """Wait until this rank has been frozen for the generation, or will never be; the kind it was last frozen for."""
+class AwaitFreeze(NamedTuple):
+    """Wait until this rank is frozen for the generation, or never will be; the result is the last freeze's kind."""
 
     generation: int
 
 
-Operation = Set | Add | PutOnce | Wait | Collect | Forget | Freeze | Settle | Current | Heard
+Operation = Set | Add | PutOnce | Wait | Collect | Forget | Freeze | Settle | NextGeneration | AwaitFreeze
 Program = Generator[Operation, Any, Any]
 
 
 def watch(rank: int, world_size: int, generation: int) -> Program:
-    """The watcher of a rank, for one generation. Returns whether there may be another.
+    """Run the watcher of a rank for one generation. Returns whether there may be another.
 
-    It answers at once, whatever the training thread is doing: a rank that sits in an all-reduce, in a step of an
-    hour or in a save is frozen at its next boundary, and the others know by then which step it is in.
+    It answers at once, whatever the training thread is doing. A rank that is in an all-reduce, in a step of an hour or
+    in a save is frozen at its next boundary, and by then the others know which step it is in.
     """
     end = f"{generation}/end"
     kind = yield Wait(f"{generation}/request", Patience.FOREVER)
@@ -200,11 +207,11 @@ def watch(rank: int, world_size: int, generation: int) -> Program:
     if outcome is None:
         outcome = yield Wait(end, patience)
     if outcome is None:
-        # Who is there by now and still silent after the same time again has died. Who joins later has its own time.
-        there = yield from _there(generation)
+        # A rank that has joined by now and stays silent for the same time again is dead. Late ranks get more time.
+        joined = yield from _joined_and_silent(generation)
         outcome = yield Wait(end, patience)
         if outcome is None:
-            outcome = yield from _decide(generation, without=there)
+            outcome = yield from _decide(generation, without=joined)
     if outcome is None:
         outcome = yield Wait(end, Patience.LATE)
     if outcome is None:
@@ -212,30 +219,30 @@ def watch(rank: int, world_size: int, generation: int) -> Program:
     agreed = isinstance(outcome, int)
     yield Settle(outcome if agreed else AgreementFailure(missing=tuple(outcome)))
     if agreed and rank == 0 and generation:
-        # Every rank has published for this generation, so it has read the end of the one before; or it has left.
+        # Every rank has left, or has published for this generation and so has read the end of the one before.
         yield Forget(generation - 1)
     return agreed and kind != STOP
 
 
 def _publish(rank: int, world_size: int, generation: int, started: int) -> Program:
-    """Returns whether this rank was perhaps the last. One that answers and then leaves is counted twice: `_decide`
-    looks who is really there."""
+    """Publish this rank's answer. Returns whether it may be the last: a rank that answers and then leaves is counted
+    twice, so `_decide` checks the answers."""
     yield Set(f"{generation}/started/{rank}", started)
     arrived = yield Add(f"{generation}/arrived", 1)
-    left = yield Add("leavers", 0)
-    return arrived + left >= world_size
+    leavers = yield Add("leavers", 0)
+    return arrived + leavers >= world_size
 
 
-def _there(generation: int) -> Program:
-    """Who has joined and not answered yet."""
+def _joined_and_silent(generation: int) -> Program:
+    """Return the ranks that have joined and have not answered."""
     answers = yield Collect(generation)
     return tuple(rank for rank, answer in enumerate(answers) if answer is Silent.JOINED)
 
 
 def _decide(generation: int, without: Sequence[int] = ()) -> Program:
-    """What all ranks conclude, or None as long as there is something to wait for. `without`: whom not to wait for.
+    """Return the outcome for all ranks, or None while there is a rank to wait for. `without`: ranks to give up.
 
-    There is one end, written once: whoever knows first writes it, and everybody else takes that.
+    There is one outcome, written once: the first rank that knows it writes it, and all others read it.
     """
     answers = yield Collect(generation)
     missing = [rank for rank, answer in enumerate(answers) if isinstance(answer, Silent)]
@@ -248,31 +255,32 @@ def _decide(generation: int, without: Sequence[int] = ()) -> Program:
 
 
 def common_step(started: Sequence[int]) -> int:
-    """The first step that no rank is beyond. Who is behind can get there: all others have started what it will run."""
+    """Return the first step that no rank is beyond. A rank that is behind can reach it, because all others have started
+    the steps that it will run."""
     return max(started)
 
 
-def ask(kind: str) -> Program:
-    """Ask all ranks for something. Returns whether they were asked; False when nothing will be asked any more."""
+def request_from_all(kind: str) -> Program:
+    """Request something from all ranks. Returns False if no more requests are possible."""
     while True:
-        generation = yield Current()
+        generation = yield NextGeneration()
         if generation is None:
             return False
         yield PutOnce(f"{generation}/request", kind)
-        # Another kind may have been first: then ask again in the next generation. Nobody need look whether our own
-        # request was there in time: what counts is that this rank has been frozen for the kind since.
-        if (yield Heard(generation)) == kind:
+        # A request of another kind may have been first: then request again in the next generation. Whether our own
+        # request came in time does not matter: this rank has been frozen for the kind since.
+        if (yield AwaitFreeze(generation)) == kind:
             return True
 
 
 def leave(rank: int, generation: int, started: int) -> Program:
-    """This rank answers no more; nobody need wait for it. `generation`: the last it was frozen for, or 0."""
-    # First counted, then told: as long as it is not told, nobody can decide without us what we have not answered,
-    # and whoever arrives after it was told counts us.
+    """Leave: no rank waits for this one any more. `generation`: the last for which it was frozen, or 0."""
+    # First count, then publish: before `left` is set, no rank can decide without us what we have not answered, and a
+    # rank that arrives after it is set counts us.
     yield Add("leavers", 1)
     yield Set(f"left/{rank}", started)
-    # Whoever arrived before that may have found us missing, and waits: if nobody else is, it is for us to decide.
-    # (Not a look at the request: torch's store wakes everybody who waits for a key when somebody looks at it in vain.)
+    # A rank that arrived before that may have found us missing, and waits: if no other rank is missing, we decide.
+    # (We do not read the request: torch's store wakes all clients that wait for a key when one reads it in vain.)
     while (yield Add(f"{generation}/arrived", 0)):
         outcome = yield from _decide(generation)
         if not isinstance(outcome, int):

@@ -1,7 +1,7 @@
-"""The store that ranks talk through: small values under string keys, seen by all of them.
+"""The store that ranks communicate through: small values under string keys, seen by all of them.
 
-Everything that ranks agree on is made of these verbs. Each of them has a time limit, in every implementation: the
-training thread must never wait for a host that is no longer there.
+All agreements between ranks are made of these verbs. Each of them has a time limit, in every implementation: the
+training thread must never wait for a host that is gone.
 """
 
 from __future__ import annotations
@@ -10,39 +10,39 @@ from datetime import timedelta
 from typing import Protocol
 
 ANSWER_LIMIT = timedelta(seconds=30)
-"""How long a store may take to answer. It takes 0.1 ms; seconds, on a host that swaps or has a thousand clients."""
+"""How long a store may take to answer. It takes 0.1 ms, or seconds on a host that swaps or has a thousand clients."""
 
 
 class Store(Protocol):
     """Small values under string keys that all ranks of a job see.
 
-    A client serialises its calls: a thread that waits needs a client of its own. Every verb raises `StoreLost` when
-    the store cannot be reached.
+    A client serialises its calls: a thread that waits needs its own client. Every verb raises `StoreLost` if the store
+    cannot be reached.
     """
 
     def set(self, key: str, value: bytes) -> None:
-        """The key holds `value`, for everybody, when this returns."""
+        """Set a key. All ranks see the value when this returns."""
 
     def get(self, key: str) -> bytes | None:
-        """What the key holds, None where there is none. Never waits for it. A counter reads as its digits."""
+        """Return the value of a key, or None if it is not set. Never waits for it. A counter reads as its digits."""
 
     def add(self, key: str, amount: int) -> int:
-        """Count up, from 0 where there is none; the new sum. For keys that nobody sets."""
+        """Add to a counter, which starts at 0. Returns the new sum. For keys that are never `set`."""
 
     def put_once(self, key: str, value: bytes) -> bytes:
-        """The first writer wins; what the key holds now."""
+        """Set a key if it is not set. Returns the value that it has now: the first writer wins."""
 
     def wait(self, key: str, limit: timedelta) -> bytes | None:
-        """What the key holds, as soon as it is there; None when the limit passed."""
+        """Return the value of a key as soon as it is set; None if the limit passes first."""
 
     def delete(self, key: str) -> None:
-        """Remove the key; one that is not there is no error."""
+        """Delete a key, if it is set."""
 
     def client(self) -> Store:
-        """Another connection to the same store, for another thread."""
+        """Return another connection to the same store, for another thread."""
 
     def close(self) -> None:
-        """Give the connection back. A verb after this raises `StoreLost`."""
+        """Close the connection. Every later call raises `StoreLost`."""
 
 
 class _Prefixed:
@@ -78,5 +78,5 @@ class _Prefixed:
 
 
 def prefixed(store: Store, prefix: str) -> Store:
-    """The same store, seen through keys that all begin with `prefix/`. Closing it closes the store."""
+    """Return a view of the store in which all keys begin with `prefix/`. Closing it closes the store."""
     return _Prefixed(store, prefix)

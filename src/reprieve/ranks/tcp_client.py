@@ -1,7 +1,7 @@
 """A TCP connection on which every answer has a time limit.
 
-Used by one thread at a time. A connection that breaks stays broken (`StoreLost`, at once, for every later call); one
-whose talk was cut short by an exception, such as a signal handler's, is out of step and is made anew.
+One thread uses it at a time. A broken connection stays broken: every later call raises `StoreLost` at once. If an
+exception, for example from a signal handler, interrupts an exchange, the connection is out of step and is reopened.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from datetime import timedelta
 
 from reprieve.errors import RanksError, StoreLost
 
-_DAY_S = 86400.0
-"""The longest single wait: a socket's time-out must fit into 31 bits of milliseconds."""
+MAX_WAIT_S = 86400.0
+"""The longest single wait: a socket's timeout must fit into 31 bits of milliseconds."""
+RECONNECT_INTERVAL_S = 0.05
 
-# A host that lost its power sends nothing more. The kernel asks after 10 s of silence, and gives up 25 s later.
+# A host without power sends nothing. The kernel probes it after 10 s of silence, and gives up 25 s later.
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 5))
 
 
 class TcpClient:
-    """To `address`; `greet` is spoken on it first."""
+    """A connection to `address`. `greet` runs first on each new connection."""
 
     def __init__(self, host: str, port: int, limit: timedelta, greet: Callable[[TcpClient], None]) -> None:
         self._socket: socket.socket | None = None
@@ -32,79 +33,81 @@ class TcpClient:
         self._greet = greet
         self._lost: str | None = None
         self._lock = threading.Lock()
-        self._end = 0.0
+        self._deadline = 0.0
 
-    def open(self, *, patient: bool) -> None:
-        """Connect now. A patient one tries again, until the limit, where nobody listens yet."""
-        with self._talk(self._limit_s, connect=False):
-            self._connect(patient=patient)
+    def open(self, *, retry: bool) -> None:
+        """Connect now. With `retry`, wait until the limit for a server that does not listen yet."""
+        with self._exchange(self._limit_s, connect=False):
+            self._connect(retry=retry)
 
     @contextlib.contextmanager
-    def talk(self) -> Iterator[None]:
-        """One question and its answer, within the limit."""
-        with self._talk(self._limit_s):
+    def exchange(self) -> Iterator[None]:
+        """Send and receive within the limit."""
+        with self._exchange(self._limit_s):
             yield
 
     def send(self, data: bytes) -> None:
-        sock = self._ready()
-        sock.settimeout(self._left())
+        sock = self._open_socket()
+        sock.settimeout(self._remaining_s())
         sock.sendall(data)
 
     def receive(self, count: int) -> bytes:
-        """Exactly so many bytes."""
+        """Receive exactly `count` bytes."""
         data = bytearray(count)
         view = memoryview(data)
-        sock = self._ready()
+        sock = self._open_socket()
         while view:
-            sock.settimeout(self._left())
-            got = sock.recv_into(view)
-            if not got:
-                raise ConnectionResetError("it has closed the connection")
-            view = view[got:]
+            sock.settimeout(self._remaining_s())
+            received = sock.recv_into(view)
+            if not received:
+                raise ConnectionResetError("the server closed the connection")
+            view = view[received:]
         return bytes(data)
 
     def receive_within(self, seconds: float) -> bytes | None:
-        """One byte; None when it does not come in time. Afterwards the talk has its whole limit again."""
-        end = time.monotonic() + seconds
+        """Receive one byte; None if it does not come in time. Afterwards the exchange has its whole limit again."""
+        deadline = time.monotonic() + seconds
         while True:
-            self._end = min(end, time.monotonic() + _DAY_S)
+            self._deadline = min(deadline, time.monotonic() + MAX_WAIT_S)
             try:
                 return self.receive(1)
             except TimeoutError:
-                if time.monotonic() >= end:
+                if time.monotonic() >= deadline:
                     return None
             finally:
-                self._end = time.monotonic() + self._limit_s
+                self._deadline = time.monotonic() + self._limit_s
 
     def close(self) -> None:
-        """From any thread; one that waits for an answer gets `StoreLost`."""
+        """Close the connection, from any thread. A thread that waits for an answer gets `StoreLost`."""
         self._lost = self._lost or "it was closed here"
         if (sock := self._socket) is not None:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
-            if self._lock.acquire(blocking=False):  # else whoever holds it closes
+            if self._lock.acquire(blocking=False):  # otherwise the thread that holds it closes the socket
                 self._drop()
                 self._lock.release()
 
     def __del__(self) -> None:
-        self._drop()  # of a thread that has ended
+        self._drop()  # the connection of a thread that has ended
 
     @contextlib.contextmanager
-    def _talk(self, limit_s: float, *, connect: bool = True) -> Iterator[None]:
+    def _exchange(self, limit_s: float, *, connect: bool = True) -> Iterator[None]:
         if not self._lock.acquire(timeout=limit_s):
-            raise RanksError("another thread waits on this connection to the store: take one of its own, with client()")
+            raise RanksError(
+                "another thread waits on this connection to the store: use a connection of your own, from client()"
+            )
         try:
             if self._lost is not None:
                 raise StoreLost(self._message())
-            self._end = time.monotonic() + limit_s
+            self._deadline = time.monotonic() + limit_s
             if connect and self._socket is None:
-                self._connect(patient=False)
+                self._connect(retry=False)
             yield
         except OSError as error:
             self._drop()
-            silent = isinstance(error, TimeoutError) and error.errno is None
-            said = f"no answer within {limit_s:g} s" if silent else error.strerror or str(error)
-            self._lost = self._lost or said
+            is_timeout = isinstance(error, TimeoutError) and error.errno is None
+            reason = f"no answer within {limit_s:g} s" if is_timeout else error.strerror or str(error)
+            self._lost = self._lost or reason
             raise StoreLost(self._message()) from error
         except BaseException:
             self._drop()
@@ -112,15 +115,15 @@ class TcpClient:
         finally:
             self._lock.release()
 
-    def _connect(self, *, patient: bool) -> None:
+    def _connect(self, *, retry: bool) -> None:
         while True:
             try:
-                sock = socket.create_connection(self.address, timeout=self._left())
+                sock = socket.create_connection(self.address, timeout=self._remaining_s())
                 break
             except ConnectionRefusedError:
-                if not patient or time.monotonic() + 0.05 > self._end:
+                if not retry or time.monotonic() + RECONNECT_INTERVAL_S > self._deadline:
                     raise
-                time.sleep(0.05)
+                time.sleep(RECONNECT_INTERVAL_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE:
@@ -130,15 +133,15 @@ class TcpClient:
             raise ConnectionResetError(self._lost)
         self._greet(self)
 
-    def _ready(self) -> socket.socket:
+    def _open_socket(self) -> socket.socket:
         assert self._socket is not None
         return self._socket
 
-    def _left(self) -> float:
-        left = self._end - time.monotonic()
-        if left <= 0:
+    def _remaining_s(self) -> float:
+        remaining_s = self._deadline - time.monotonic()
+        if remaining_s <= 0:
             raise TimeoutError
-        return left
+        return remaining_s
 
     def _drop(self) -> None:
         if self._socket is not None:
@@ -147,4 +150,4 @@ class TcpClient:
 
     def _message(self) -> str:
         host, port = self.address
-        return f"the store at {host}:{port} that the ranks talk through is lost: {self._lost}"
+        return f"the store at {host}:{port} that the ranks communicate through is lost: {self._lost}"

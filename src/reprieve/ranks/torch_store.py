@@ -1,16 +1,16 @@
-"""A store in memory, served by one process over TCP: torch's `TCPStore`, with a client of our own.
+"""A store in memory, served by one process over TCP: torch's `TCPStore`, with our own client.
 
-It is what torchrun's agent serves to its workers, and what `detect` starts where there is no torchrun. We speak its
-protocol ourselves because torch's client (2.13)
+torchrun's agent serves such a store to its workers; without torchrun, `detect` starts one. We implement the client side
+of the protocol ourselves because torch's client (2.13)
 
-- has no time limit on most verbs: a host that is gone, or stopped, would hang the training thread for ever;
-- waits in C++, where no signal handler runs, and where a thread that is woken while the interpreter ends aborts the
-  process (exit code 134 in place of 143), as happens when the store's host ends first;
-- says nothing when a `set` reaches nobody;
-- writes a stack trace to stderr for each lost connection, and two warnings for each wait that runs out of time.
+- has no time limit on most verbs: a host that is gone, or stopped, would hang the training thread forever;
+- waits in C++, where no signal handler runs, and where a thread that wakes up while the interpreter exits aborts the
+  process (exit code 134 instead of 143), as happens when the store's host exits first;
+- does not report a `set` that reaches no server;
+- writes a stack trace to stderr for each lost connection, and two warnings for each wait that times out.
 
-The protocol is the same in torch 2.6 to 2.13: a byte for the verb; numbers as they lie in memory; text and values with
-their length before them. `_greet` checks that the other side speaks it.
+The protocol is the same in torch 2.6 to 2.13: one byte for the verb, numbers in native byte order, strings and values
+with their length before them. `_greet` checks that the server speaks it.
 """
 
 from __future__ import annotations
@@ -32,42 +32,42 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 PART_BYTES = 4 * 2**20
-"""Larger values are stored in parts: the server ends a connection that sends more than 8 MiB at once."""
+"""Larger values are stored in parts: the server closes a connection that sends more than 8 MiB at once."""
 
 _VALIDATE, _SET, _COMPARE_SET, _, _ADD, _CHECK, _WAIT, _COUNT_KEYS, _DELETE = range(9)
 _CANCEL_WAIT, _PING = 12, 13
 _MAGIC = 0x3C85F7CE
 _WAIT_CANCELLED = b"\1"
 
-# What a value that we store begins with, so that none is empty: to the server, an empty one is as good as none.
-# Counters begin with a digit.
-_PLAIN, _PARTS = b"=", b"+"
-_NONE = b"?"
+# The first byte of each value that we store. So none is empty: to the server, an empty value is a missing one. Counters
+# begin with a digit.
+_PLAIN, _IN_PARTS = b"=", b"+"
+_MISSING = b"?"
 
 
 class TorchStore:
-    """One connection to a `TCPStore`; `serve` starts one here."""
+    """A connection to a `TCPStore`. `serve` starts a store in this process."""
 
-    def __init__(self, host: str, port: int, *, limit: timedelta = ANSWER_LIMIT, patient: bool = True) -> None:
+    def __init__(self, host: str, port: int, *, limit: timedelta = ANSWER_LIMIT, retry: bool = True) -> None:
         self.host = host
         self.port = port
         self._limit = limit
         self._server: TCPStore | None = None
         self._connection = TcpClient(host, port, limit, _greet)
-        self._connection.open(patient=patient)
+        self._connection.open(retry=retry)
 
     @classmethod
     def serve(cls, host: str = "127.0.0.1", port: int = 0, *, limit: timedelta = ANSWER_LIMIT) -> TorchStore:
-        """Start a store in this process, and connect to it. It lives as long as this object, closed or not.
+        """Start a store in this process and connect to it. It lives as long as this object, closed or not.
 
-        `host` is the address that it listens on, one of this machine; "0.0.0.0" or "::" stand for all of them.
+        `host` is the address of this machine that it listens on; "0.0.0.0" and "::" mean all of them.
         """
         import torch
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        # The server asks the name service about everybody who connects, and serves nobody meanwhile: 5 s for each
-        # lost packet. On a socket that it made itself that is so on the loopback, too, which there is no IPv4 address.
-        # In torch 2.6 only the older server, the one without libuv, takes another's socket.
+        # The server looks up the name of each client that connects, and blocks meanwhile: 5 s for each lost packet.
+        # With a socket of its own it does so on the loopback, too, where it sees no IPv4 address. So it gets a socket
+        # from us. In torch 2.6 only the older server, without libuv, accepts one.
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.create_server((host, port), family=family, backlog=2048) as listener:
             port = listener.getsockname()[1]
@@ -92,75 +92,75 @@ class TorchStore:
         return store
 
     def set(self, key: str, value: bytes) -> None:
-        with self._connection.talk():
+        with self._connection.exchange():
             self._set(key, self._packed(key, value))
 
     def get(self, key: str) -> bytes | None:
-        with self._connection.talk():
+        with self._connection.exchange():
             return self._get(key)
 
     def add(self, key: str, amount: int) -> int:
-        with self._connection.talk():
+        with self._connection.exchange():
             self._connection.send(_verb(_ADD) + _text(key) + struct.pack("=q", amount))
             return self._number()
 
     def put_once(self, key: str, value: bytes) -> bytes:
-        with self._connection.talk():
+        with self._connection.exchange():
             packed = self._packed(key, value)
-            held = self._compare_set(key, b"", packed)
-            if held == packed:
-                self._set(key, packed)  # the server without libuv (USE_LIBUV=0) wakes those who wait for a set only
+            stored = self._compare_set(key, b"", packed)
+            if stored == packed:
+                self._set(key, packed)  # without libuv (USE_LIBUV=0), the server wakes waiting clients only on a set
                 return value
             self._remove_parts(key, packed)
-            return self._unpacked(key, held)
+            return self._unpacked(key, stored)
 
     def wait(self, key: str, limit: timedelta) -> bytes | None:
-        end = time.monotonic() + limit.total_seconds()
-        with self._connection.talk():
+        deadline = time.monotonic() + limit.total_seconds()
+        with self._connection.exchange():
             while True:
                 self._connection.send(_verb(_WAIT) + struct.pack("=Q", 1) + _text(key))
-                if self._connection.receive_within(end - time.monotonic()) is None:
+                if self._connection.receive_within(deadline - time.monotonic()) is None:
                     self._connection.send(_verb(_CANCEL_WAIT))
-                    # The key may have come meanwhile: then that is said first.
+                    # If the key was set meanwhile, the answer to that comes first.
                     while self._connection.receive(1) != _WAIT_CANCELLED:
                         pass
                     return self._get(key)
-                if (value := self._get(key)) is not None:  # None: removed again in between
+                if (value := self._get(key)) is not None:  # None: deleted in between
                     return value
 
     def delete(self, key: str) -> None:
-        with self._connection.talk():
-            packed = self._compare_set(key, _NONE, _NONE)
+        with self._connection.exchange():
+            packed = self._compare_set(key, _MISSING, _MISSING)
             self._delete(key)
             self._remove_parts(key, packed)
 
     def client(self) -> TorchStore:
-        return TorchStore(self.host, self.port, limit=self._limit, patient=False)
+        return TorchStore(self.host, self.port, limit=self._limit, retry=False)
 
     def close(self) -> None:
         self._connection.close()
 
     def key_count(self) -> int:
-        """How many keys there are, for everybody together (torch's own client keeps one of its own)."""
-        with self._connection.talk():
+        """Return the number of keys of all clients (torch's own client keeps one for itself). Tests check for leaks."""
+        with self._connection.exchange():
             self._connection.send(_verb(_COUNT_KEYS))
             return self._number()
 
-    # What follows is part of a talk.
+    # The methods below run within an exchange.
 
     def _set(self, key: str, value: bytes) -> None:
-        # Nothing is answered to a set; what is asked after it in the same breath is.
+        # The server does not answer a set. The check after it, in the same packet, is answered.
         check = _verb(_CHECK) + struct.pack("=Q", 1) + _text(key)
         self._connection.send(_verb(_SET) + _text(key) + _bytes(value) + check)
         self._connection.receive(1)
 
     def _get(self, key: str) -> bytes | None:
-        held = self._compare_set(key, _NONE, _NONE)
-        return None if held in (_NONE, b"") else self._unpacked(key, held)
+        stored = self._compare_set(key, _MISSING, _MISSING)
+        return None if stored in (_MISSING, b"") else self._unpacked(key, stored)
 
     def _compare_set(self, key: str, expected: bytes, value: bytes) -> bytes:
-        """What the key holds afterwards. Where there is none, and something was expected, nothing is stored and that is
-        the answer: so this reads a key, too, without waiting for it as `GET` would."""
+        """Return the value of the key afterwards. If the key is not set and `expected` is not empty, the server stores
+        nothing and answers with `expected`: this also reads a key, without waiting for it as `GET` would."""
         self._connection.send(_verb(_COMPARE_SET) + _text(key) + _bytes(expected) + _bytes(value))
         return self._connection.receive(struct.unpack("=Q", self._connection.receive(8))[0])
 
@@ -178,16 +178,16 @@ class TorchStore:
         count = -(-len(value) // PART_BYTES)
         for part in range(count):
             self._set(f"{key}+{name}.{part}", value[part * PART_BYTES : (part + 1) * PART_BYTES])
-        return _PARTS + json.dumps([name, count]).encode()
+        return _IN_PARTS + json.dumps([name, count]).encode()
 
     def _unpacked(self, key: str, packed: bytes) -> bytes:
-        if packed[:1] == _PARTS:
+        if packed[:1] == _IN_PARTS:
             name, count = json.loads(packed[1:])
-            return b"".join(self._compare_set(f"{key}+{name}.{part}", _NONE, _NONE) for part in range(count))
+            return b"".join(self._compare_set(f"{key}+{name}.{part}", _MISSING, _MISSING) for part in range(count))
         return packed[1:] if packed[:1] == _PLAIN else packed
 
     def _remove_parts(self, key: str, packed: bytes) -> None:
-        if packed[:1] == _PARTS:
+        if packed[:1] == _IN_PARTS:
             name, count = json.loads(packed[1:])
             for part in range(count):
                 self._delete(f"{key}+{name}.{part}")
@@ -202,7 +202,7 @@ def _greet(connection: TcpClient) -> None:
     nonce = secrets.token_bytes(4)
     connection.send(_verb(_VALIDATE) + struct.pack("=I", _MAGIC) + _verb(_PING) + nonce)
     if connection.receive(4) != nonce:
-        raise ConnectionError("it does not speak as torch's TCPStore does")
+        raise ConnectionError("the server does not speak the protocol of torch's TCPStore")
 
 
 def _verb(verb: int) -> bytes:
@@ -214,5 +214,5 @@ def _bytes(value: bytes) -> bytes:
 
 
 def _text(key: str) -> bytes:
-    # The slash is what torch's own client puts before every key: ours can be read with it.
+    # torch's own client puts a slash before every key: with it, that client can read our keys.
     return _bytes(b"/" + key.encode())

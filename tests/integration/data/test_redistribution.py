@@ -14,8 +14,8 @@ Parts = list[dict[str, Part]]
 """The parts of all ranks, by rank and case."""
 
 
-def _on_ranks(ranks: int, count: int | None, before: Parts | None = None, *, anew: bool = True) -> Parts:
-    return values(run_ranks(ranks, jobs.give_out, count, before, anew, modules=["accelerate"]))
+def _on_ranks(ranks: int, count: int | None, before: Parts | None = None, *, redistribute: bool = True) -> Parts:
+    return values(run_ranks(ranks, jobs.read_batches, count, before, redistribute, modules=["accelerate"]))
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def parts() -> list[Parts]:
     found.append(_on_ranks(3, 1, found[-1]))
     found.append(_on_ranks(1, 3, found[-1]))
     found.append(_on_ranks(3, 1, found[-1]))
-    found.append(_on_ranks(3, None, found[-1], anew=False))
+    found.append(_on_ranks(3, None, found[-1], redistribute=False))
     return found
 
 

@@ -1,4 +1,4 @@
-"""A rank that dies or hangs without a word does not hang the others."""
+"""A rank that silently dies or hangs does not hang the others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LIMIT = timedelta(seconds=2)
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_the_others_end_within_a_set_time(number: signal.Signals, tmp_path: Path) -> None:
-    """Stopped, it keeps its connections: gloo waits for it, as NCCL does for one that is gone."""
+    """A suspended rank keeps its connections: gloo waits for it, as NCCL waits for a dead one."""
     options = (("rank_timeout", "4s"), ("exit_wait", "2s"))
     job = Job(str(tmp_path), kind="ddp", epochs=200, every=2, step_s=0.01, options=options)
     with start_ranks(3, train, job, timeout="100s", group_timeout="90s") as ranks:
@@ -39,7 +39,7 @@ def test_the_others_end_within_a_set_time(number: signal.Signals, tmp_path: Path
     for rank in (0, 2):
         assert results[rank].exit_code == 1, results[rank]
     if number == signal.SIGSTOP:
-        assert any("rank 1: was not heard of for 4 s" in results[rank].output for rank in (0, 2)), results[0]
+        assert any("rank 1: sent no heartbeat for 4 s" in results[rank].output for rank in (0, 2)), results[0]
     newest = list_checkpoints(tmp_path / "checkpoints")[0]
     verify(newest.path, BlockPool())
 

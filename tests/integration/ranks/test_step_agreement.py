@@ -1,4 +1,4 @@
-"""All ranks stop after one step: real processes, real collectives, requests at random moments, and ranks that die."""
+"""All ranks stop after the same step: real processes and collectives, requests at random times, ranks that die."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _one_common_step(ranks: list[Stops]) -> None:
 
 
 def _reactions_s(ranks: list[Stops]) -> list[float]:
-    """From the first request to the last rank standing at the step."""
+    """The time from the first request until the last rank is at the step."""
     stops = zip(*(rank.stops for rank in ranks), strict=True)
     return [max(seen.stood for seen in stop) - min(seen.asked for seen in stop) for stop in stops]
 
@@ -53,7 +53,7 @@ def test_through_a_folder() -> None:
 
 
 def test_a_stop_around_the_last_step_stops_all_or_none() -> None:
-    """Jobs of three steps, and a request at any moment of the last, or later."""
+    """Jobs of three steps, with a request at any time in the last step, or later."""
     ranks = values(run_ranks(3, stop_jobs.many_stops, 120, 8, 3))
     _one_common_step(ranks)
     ends = {stop.kinds[-1] for stop in ranks[0].stops}
@@ -71,29 +71,29 @@ def test_a_real_signal_to_one_rank() -> None:
 # Ranks and hosts that die
 
 
-@pytest.mark.parametrize("asker", [0, 1])
-def test_a_rank_is_killed_before_it_publishes(asker: int) -> None:
-    """The others learn the same, in the time that a stop has."""
+@pytest.mark.parametrize("requester", [0, 1])
+def test_a_rank_is_killed_before_it_publishes(requester: int) -> None:
+    """The others get the same failure, within the limit of a stop."""
     dies = kill(rank=1, at="common step: set 0/started/1")
-    results = run_ranks(3, stop_jobs.train_and_tell, asker, faults=[dies], backend=None)
+    results = run_ranks(3, stop_jobs.train_and_tell, requester, faults=[dies], backend=None)
     assert results[1].signal == signal.SIGKILL
     for result in (results[0], results[2]):
         assert result.ok, str(result)
-        told, _, seconds = result.value
-        assert told == "RankFailed: stopping together: rank 1: did not answer: it has died, or stands still"
+        message, _, seconds = result.value
+        assert message == "RankFailed: stopping together: rank 1: did not answer: it is dead, or hangs"
         assert seconds < 15
 
 
 def test_a_rank_that_stands_still_hears_the_same_when_it_goes_on() -> None:
     stands = pause(rank=2, at="common step: set 0/started/2", seconds="3s")
     results = values(run_ranks(3, stop_jobs.train_and_tell, 0, 1.0, faults=[stands], backend=None))
-    assert {told for told, _, _ in results} == {
-        "RankFailed: stopping together: rank 2: did not answer: it has died, or stands still"
+    assert {message for message, _, _ in results} == {
+        "RankFailed: stopping together: rank 2: did not answer: it is dead, or hangs"
     }
 
 
 def test_a_rank_is_killed_after_it_has_published() -> None:
-    """There is a common step. Whether the others reach it is for their collectives to say; here they have none."""
+    """There is a common step. The others reach it, because their steps contain no collectives here."""
     results = run_ranks(
         2, stop_jobs.train_and_tell, 0, faults=[kill(rank=1, at="common step: put 0/end")], backend=None
     )
@@ -107,13 +107,13 @@ def test_a_rank_that_was_killed_long_before_anybody_asks() -> None:
 
 
 def test_the_host_of_the_store_dies() -> None:
-    """Training is not disturbed; a request after that is answered with the loss."""
+    """Training continues; a later request fails with the loss of the store."""
     results = run_ranks(
         3, stop_jobs.outlive_the_store, 1000, faults=[kill(rank=0, at="all are there")], store_host=0, backend=None
     )
     assert results[0].signal == signal.SIGKILL
     assert values(results[1:]) == [(1000, "StoreLost")] * 2
-    assert all(result.output.count("From now on the ranks cannot stop or save together") == 1 for result in results[1:])
+    assert all(result.output.count("The ranks can no longer stop or save together") == 1 for result in results[1:])
 
 
 def test_a_process_that_never_closes_ends() -> None:
@@ -122,7 +122,7 @@ def test_a_process_that_never_closes_ends() -> None:
     assert max(result.seconds for result in results) < 20
 
 
-# Free until needed
+# No cost without a request
 
 
 def test_a_boundary_costs_microseconds_and_sends_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,13 +70,13 @@ def test_an_exit_code(argument: object, code: int) -> None:
 
 def test_a_rank_that_takes_too_long_shows_where_it_is() -> None:
     begun = time.monotonic()
-    results = run_ranks(2, rank_jobs.wait_for_ever, timeout="1s", backend=None)
+    results = run_ranks(2, rank_jobs.wait_forever, timeout="1s", backend=None)
     assert time.monotonic() - begun < 15
     for result in results:
         assert (result.timed_out, result.ok, result.exit_code) == (True, False, None)
         assert result.signal == signal.SIGABRT
         assert 0.9 < result.seconds < 12
-        assert "in wait_for_ever" in result.output
+        assert "in wait_forever" in result.output
         assert "timed out and was killed" in str(result)
 
 
@@ -84,7 +84,7 @@ def test_and_where_its_workers_are() -> None:
     (result,) = run_ranks(1, rank_jobs.wait_for_a_worker, timeout="2s", backend=None)
     assert result.timed_out
     assert "in wait_for_a_worker" in result.output
-    assert "in wait_for_ever" in result.output
+    assert "in wait_forever" in result.output
 
 
 def test_a_rank_that_does_not_even_hear_is_killed() -> None:
@@ -223,8 +223,8 @@ def test_a_killed_rank_is_missed(at: str) -> None:
     first, dead, last = run_ranks(3, rank_jobs.save_with_a_short_limit, faults=[kill(rank=1, at=at)], backend=None)
     assert (dead.signal, dead.exit_code, dead.value, dead.error) == (signal.SIGKILL, None, None, None)
     for result in (first, last):
-        said, seconds = result.value
-        assert said == "save: rank 1: did not arrive within 1 s"
+        message, seconds = result.value
+        assert message == "save: rank 1: did not arrive within 1 s"
         assert seconds < 10
 
 
@@ -236,7 +236,7 @@ def test_a_rank_killed_after_the_outcome_is_not_missed() -> None:
 
 def test_a_paused_rank_is_missed_and_hears_of_it() -> None:
     results = run_ranks(2, rank_jobs.save_with_a_short_limit, faults=[pause(1, "publish save", 3)], backend=None)
-    assert [said for said, _ in values(results)] == ["save: rank 1: did not arrive within 1 s"] * 2
+    assert [message for message, _ in values(results)] == ["save: rank 1: did not arrive within 1 s"] * 2
     assert 2.5 < results[1].value[1] < 15
 
 
@@ -310,8 +310,8 @@ def test_the_stores_host_is_killed() -> None:
         3, rank_jobs.lose_the_store, store_host=0, faults=[kill(0, "publish stop")], backend=None, timeout="60s"
     )
     assert dead.signal == signal.SIGKILL
-    for said in values(others):
-        assert "the store at 127.0.0.1" in said
+    for message in values(others):
+        assert "the store at 127.0.0.1" in message
 
 
 def test_a_rank_may_serve_the_store() -> None:
@@ -324,10 +324,10 @@ def test_after_init_process_group() -> None:
 
 
 def test_no_way_to_find_each_other() -> None:
-    (kind, said), _ = values(run_ranks(2, rank_jobs.detect_or_say_why, env={"REPRIEVE_STORE": None}, backend=None))
+    (kind, message), _ = values(run_ranks(2, rank_jobs.detect_or_explain, env={"REPRIEVE_STORE": None}, backend=None))
     assert kind == "ConfigError"
-    assert "torchrun" in said
-    assert "REPRIEVE_STORE" in said
+    assert "torchrun" in message
+    assert "REPRIEVE_STORE" in message
 
 
 def test_a_store_that_several_starts_share() -> None:
@@ -343,15 +343,17 @@ def test_a_store_that_several_starts_share() -> None:
 
 @pytest.mark.parametrize("address", ["tcp://nowhere", "/folder", "file://host/folder", "redis://host:1"])
 def test_an_address_that_is_none(address: str) -> None:
-    (kind, said), _ = values(run_ranks(2, rank_jobs.detect_or_say_why, env={"REPRIEVE_STORE": address}, backend=None))
+    (kind, message), _ = values(
+        run_ranks(2, rank_jobs.detect_or_explain, env={"REPRIEVE_STORE": address}, backend=None)
+    )
     assert kind == "ConfigError"
-    assert address in said
+    assert address in message
 
 
 def test_a_world_of_one_needs_nothing() -> None:
     nothing = {"REPRIEVE_STORE": None, "WORLD_SIZE": None, "RANK": None}
-    assert values(run_ranks(1, rank_jobs.detect_or_say_why, env=nothing, backend=None)) == [1]
-    assert values(run_ranks(1, rank_jobs.detect_or_say_why, env=nothing)) == [1]
+    assert values(run_ranks(1, rank_jobs.detect_or_explain, env=nothing, backend=None)) == [1]
+    assert values(run_ranks(1, rank_jobs.detect_or_explain, env=nothing)) == [1]
 
 
 def test_under_torchrun_before_the_process_group_exists(tmp_path: Path) -> None:
@@ -364,7 +366,7 @@ def test_under_torchrun_before_the_process_group_exists(tmp_path: Path) -> None:
         "dist.init_process_group('gloo')\n"
         "late = detect_twice()\n"
         "dist.destroy_process_group()\n"
-        "open(sys.argv[1] + '/said ' + os.environ['RANK'], 'w').write(json.dumps([early, late]))\n"
+        "open(sys.argv[1] + '/found ' + os.environ['RANK'], 'w').write(json.dumps([early, late]))\n"
     )
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -374,4 +376,4 @@ def test_under_torchrun_before_the_process_group_exists(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     for rank in range(2):
         want = [rank, [[1, 1], [2, 2], [3, 3]]]
-        assert json.loads((tmp_path / f"said {rank}").read_text()) == [want, want]
+        assert json.loads((tmp_path / f"found {rank}").read_text()) == [want, want]

@@ -58,12 +58,12 @@ def make_process_group_itself() -> list[float]:
     return all_reduce()
 
 
-def wait_for_ever() -> None:
+def wait_forever() -> None:
     time.sleep(1000)
 
 
 def wait_for_a_worker() -> None:
-    worker = multiprocessing.get_context("fork").Process(target=wait_for_ever, daemon=True)
+    worker = multiprocessing.get_context("fork").Process(target=wait_forever, daemon=True)
     worker.start()
     worker.join()
 
@@ -166,7 +166,7 @@ def detect_twice() -> Any:
     return first.rank, got
 
 
-def detect_or_say_why() -> Any:
+def detect_or_explain() -> Any:
     try:
         return Ranks.detect(LIMIT).world_size
     except Exception as error:  # noqa: BLE001 - the test inspects it

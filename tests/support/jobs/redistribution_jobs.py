@@ -95,14 +95,14 @@ class Part(NamedTuple):
     """The length that the source reports for a redistributed pass."""
 
 
-def give_out(count: int | None, before: Sequence[Mapping[str, Part]] | None, anew: bool) -> dict[str, Part]:
-    """Yield `count` more batches of each case; None: all. `before`: the parts before, by rank. `anew`: redistribute."""
+def read_batches(count: int | None, before: Sequence[Mapping[str, Part]] | None, redistribute: bool) -> dict[str, Part]:
+    """Read `count` more batches of each case; None: all. `before`: the parts before, by rank."""
     rank = dist.get_rank()
     earlier = before[rank if rank < len(before) else 0] if before else None
-    return {name: _part(name, count, earlier[name].position if earlier else None, anew) for name in CASES}
+    return {name: _part(name, count, earlier[name].position if earlier else None, redistribute) for name in CASES}
 
 
-def _part(name: str, count: int | None, position: dict[str, Any] | None, anew: bool) -> Part:
+def _part(name: str, count: int | None, position: dict[str, Any] | None, redistribute: bool) -> Part:
     dataset, options, config = CASES[name]
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
@@ -115,7 +115,7 @@ def _part(name: str, count: int | None, position: dict[str, Any] | None, anew: b
     loader = accelerator.prepare(DataLoader(dataset(), size, shuffle=dataset is Numbers, **options))
     source = ResumableLoader(loader)
     length = None
-    if anew and position is not None:
+    if redistribute and position is not None:
         position = source.redistribute(position, 1)
         assert position is not None, name
         length = source.length(position)

@@ -80,15 +80,17 @@ class Run:
         self._make = make
         self._saved: tuple[Any, Any, Any] | None = None
 
-    def run(self, size: int, counts: Sequence[int | None], *, anew: bool = False) -> list[list[int]]:
+    def run(self, size: int, counts: Sequence[int | None], *, redistribute: bool = False) -> list[list[int]]:
         """Run passes of so many batches; None: to the end. The first continues the pass that was stopped."""
         seed(1 if self._saved is None else 7)
         source = ResumableLoader(self._make(size))
         position, rng = None, capture_rng({})
         if self._saved is not None:
             position, state, rng = self._saved
-            source.restore({name: value for name, value in state.items() if name != "workers"} if anew else state)
-            if anew:
+            source.restore(
+                {name: value for name, value in state.items() if name != "workers"} if redistribute else state
+            )
+            if redistribute:
                 position = source.redistribute(position, 1)
                 assert position is not None
         seen = []
@@ -142,12 +144,12 @@ def test_each_sample_comes_once(name: str, earlier: int) -> None:
     whole = [None] * earlier
     first = parts.run(4, [*whole, 4])[-1]
     assert again.run(4, [*whole, 4])[-1] == first
-    second, third = parts.run(3, [None, None], anew=True)
+    second, third = parts.run(3, [None, None], redistribute=True)
     if name == "a shard of one":
         assert second.pop() == second[0], "it fills the last batch up"
     assert sorted(first + second) == list(range(SAMPLES))
     assert sorted(third) == list(range(SAMPLES))
-    batch = again.run(3, [1], anew=True)[-1]
+    batch = again.run(3, [1], redistribute=True)[-1]
     rest = again.run(3, [None])[-1]
     assert (batch + rest)[: len(second)] == second, "after the stop as without it"
 
@@ -157,7 +159,7 @@ def test_other_workers_after_it() -> None:
     with_workers = Run(lambda size: DataLoader(Uneven(), size, num_workers=0 if size == 4 else 2))
     run = Run(lambda size: DataLoader(Uneven(), size))
     run.run(4, [2])
-    run.run(3, [1], anew=True)
+    run.run(3, [1], redistribute=True)
     with_workers._saved = run._saved
     assert set(with_workers.run(3, [None])[-1]) <= set(range(SAMPLES))
 

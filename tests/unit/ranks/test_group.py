@@ -1,4 +1,4 @@
-"""Ranks that agree: one outcome on all of them, whatever happens to any. Ranks are threads here, over every store."""
+"""Agreements: one outcome on all ranks, whatever happens to any of them. Ranks are threads here, over every store."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
 
 
 def together(store: Store, count: int, work: Callable[[Ranks], Any], *, limit: timedelta = LIMIT) -> list[Outcome]:
-    """`work` as each of `count` ranks, at the same time."""
+    """Run `work` as each of `count` ranks, at the same time."""
 
-    def one(rank: int) -> Outcome:
+    def run(rank: int) -> Outcome:
         ranks = Ranks(rank, count, store.client(), limit=limit)
         try:
             return work(ranks)
@@ -58,14 +58,14 @@ def together(store: Store, count: int, work: Callable[[Ranks], Any], *, limit: t
             ranks.close()
 
     with ThreadPoolExecutor(count) as threads:
-        return list(threads.map(one, range(count)))
+        return list(threads.map(run, range(count)))
 
 
 def raises(error: BaseException) -> Any:
     raise error
 
 
-# Everybody comes
+# All ranks arrive
 
 
 def test_results_by_rank(store: Store) -> None:
@@ -103,7 +103,7 @@ def test_many_after_one_another(store: Store) -> None:
 
 
 def test_different_names_from_two_threads_at_once(store: Store) -> None:
-    """The names come in another order on every rank."""
+    """Every rank uses the names in another order."""
 
     def work(ranks: Ranks) -> Any:
         def many(name: str) -> list[list[str]]:
@@ -114,11 +114,11 @@ def test_different_names_from_two_threads_at_once(store: Store) -> None:
 
     got = together(store, 3, work)
     want = {name: [[f"{name} {n} {rank}" for rank in range(3)] for n in range(20)] for name in "ab"}
-    assert [{rows[0][0][0]: rows for rows in one.values()} for one in got] == [want] * 3
+    assert [{rows[0][0][0]: rows for rows in results.values()} for results in got] == [want] * 3
 
 
 def test_large_results(store: Store) -> None:
-    """All of them together are more than the store takes in one message."""
+    """Together they are larger than one message to the store may be."""
     size = 3_000_000
     assert (
         together(store, 3, lambda ranks: [len(some) for some in ranks.agree("work", lambda: bytes(size))])
@@ -146,7 +146,7 @@ def test_bad_worlds_are_refused() -> None:
         Ranks(0, 3, None)
 
 
-# Somebody fails
+# A rank fails
 
 
 def test_a_failure_is_everybodys(store: Store) -> None:
@@ -197,11 +197,11 @@ def test_what_is_no_exception_fails_too(error: BaseException) -> None:
 def test_a_result_that_cannot_be_told_is_a_failure() -> None:
     own, other = together(MemoryStore(), 2, lambda ranks: ranks.agree("work", lambda: object if ranks.rank == 0 else 0))
     assert isinstance(own, TypeError)
-    assert (other.rank, "cannot tell" in other.reason) == (0, True)
+    assert (other.rank, "cannot exchange" in other.reason) == (0, True)
 
 
 def test_storage_that_fails_after_another_ranks_failure_is_no_news(store: Store) -> None:
-    """Such as files that were removed because of that failure: its reason says more."""
+    """For example files that were removed because of that failure: its reason says more."""
 
     def work(ranks: Ranks, later: Exception) -> Any:
         def fail() -> None:
@@ -236,7 +236,7 @@ def test_after_a_failure_the_next_one_works(store: Store) -> None:
     assert together(prefixed(store, "other"), 3, lambda ranks: ranks.agree("work")) == [[None] * 3] * 3
 
 
-# Somebody does not come
+# A rank does not arrive
 
 
 def test_those_who_do_not_come_are_named(store: Store) -> None:
@@ -247,7 +247,7 @@ def test_those_who_do_not_come_are_named(store: Store) -> None:
     for error in (errors[0], errors[2]):
         assert isinstance(error, RankFailed)
         assert error.rank is None
-        assert str(error) == "save: ranks 1, 3 did not come within 0.15 s"
+        assert str(error) == "save: ranks 1, 3 did not arrive within 0.15 s"
 
 
 def test_a_late_rank_hears_the_same_and_does_not_begin(store: Store) -> None:
@@ -259,7 +259,7 @@ def test_a_late_rank_hears_the_same_and_does_not_begin(store: Store) -> None:
         return ranks.agree("save", lambda: begun.append(ranks.rank))
 
     errors = together(store, 3, work, limit=SHORT)
-    assert [str(error) for error in errors] == ["save: rank 1: did not come within 0.15 s"] * 3
+    assert [str(error) for error in errors] == ["save: rank 1: did not arrive within 0.15 s"] * 3
     assert [error.rank for error in errors] == [1, 1, 1]
     assert sorted(begun) == [0, 2]
 
@@ -269,7 +269,7 @@ def test_a_rank_that_is_late_with_its_work_hears_the_same(store: Store) -> None:
         return ranks.agree("save", lambda: time.sleep(1 if ranks.rank == 1 else 0))
 
     assert [str(error) for error in together(store, 3, work, limit=SHORT)] == [
-        "save: rank 1: did not come within 0.15 s"
+        "save: rank 1: did not arrive within 0.15 s"
     ] * 3
 
 
@@ -280,7 +280,7 @@ def test_a_late_failure_is_its_own(store: Store) -> None:
             raise ValueError("late")
 
     first, late = together(store, 2, lambda ranks: ranks.agree("save", lambda: fail_late(ranks)), limit=SHORT)
-    assert (type(late), first.reason) == (ValueError, "did not come within 0.15 s")
+    assert (type(late), first.reason) == (ValueError, "did not arrive within 0.15 s")
 
 
 def test_each_call_may_have_a_limit_of_its_own() -> None:
@@ -296,7 +296,7 @@ def test_each_call_may_have_a_limit_of_its_own() -> None:
 
 
 def test_the_last_one_dies_before_it_can_say_that_it_was_the_last() -> None:
-    """Everything was published: that is a success, and the first whose time runs out says so."""
+    """Every rank has published: that is a success, and the first rank whose time runs out writes it."""
 
     class Dies(MemoryStore):
         def add(self, key: str, amount: int) -> int:
@@ -320,7 +320,7 @@ def test_the_last_one_dies_before_it_can_say_that_it_was_the_last() -> None:
 
 @pytest.mark.parametrize(("kind", "repeats"), [("memory", 400), ("torch", 60), ("folder", 40)])
 def test_time_running_out_races_the_last_arrival(kind: str, repeats: int, tmp_path: Path) -> None:
-    """Whoever wins: one outcome, the same on all ranks, and every kind of it is met."""
+    """Whichever rank wins, all ranks see the same outcome, and every kind of outcome occurs."""
     store: Store = {"memory": MemoryStore, "torch": TorchStore.serve, "folder": lambda: FolderStore(tmp_path)}[kind]()
     chance = random.Random(7)
     seen = set()
@@ -400,7 +400,7 @@ def test_torchs_store_stays_small() -> None:
 
 
 def test_an_outcome_stays_until_every_rank_has_read_it() -> None:
-    """A rank stands still after its arrival, while the others go on, and one of them fails again and again."""
+    """A rank hangs after its arrival while the others continue, and one of them fails repeatedly."""
     store = MemoryStore()
     rest_is_done = threading.Event()
 
@@ -514,8 +514,8 @@ def test_connections_end_with_their_threads() -> None:
         thread = threading.Thread(target=lambda: ranks.store.set("key", b"value"))
         thread.start()
         thread.join()
-    assert ranks._clients is not None
-    assert len(ranks._clients._all) == 1
+    assert ranks._connections is not None
+    assert len(ranks._connections._all) == 1
     ranks.close()
 
 

@@ -1,5 +1,5 @@
-"""The common step with its real threads, and ranks that are threads of one process. `test_common_step_model` looks at
-the protocol itself, `integration/test_common_step` at real ranks."""
+"""The common step with its real threads, and ranks that are threads of one process. `test_step_protocol` checks the
+protocol itself, `integration/ranks/test_step_agreement` real processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from reprieve.ranks.torch_store import TorchStore
 from tests.support.memory_store import MemoryStore
 
 SOON_S = 20.0
-"""Long before this, what a test waits for has happened."""
+"""What a test waits for happens long before this."""
 
 
 @pytest.fixture(params=["memory", "torch", "folder"])
@@ -41,7 +41,7 @@ def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]
 
 
 class Job:
-    """Ranks as threads. Steps contain a barrier, as real ones contain an all-reduce."""
+    """A job whose ranks are threads. Its steps contain a barrier, as real steps contain an all-reduce."""
 
     def __init__(self, world_size: int, store: Store | None = None, *, limit_s: float = 60, stop_limit_s: float = 60):
         self.store = store or MemoryStore()
@@ -59,7 +59,7 @@ class Job:
         return common
 
     def train(self, common: StepAgreement, steps: int = 10**6, completed: int = 0) -> list[Request | RanksError | str]:
-        """What this rank did besides its steps."""
+        """Train, and return what this rank did besides its steps."""
         did: list[Request | RanksError | str] = []
         try:
             for step in range(completed + 1, completed + steps + 1):
@@ -81,7 +81,7 @@ class Job:
 
 
 class InBackground:
-    """A call in a thread of its own, and what it returned."""
+    """A call in its own thread, and its result."""
 
     def __init__(self, call: Callable[[], object]) -> None:
         self._call = call
@@ -109,14 +109,14 @@ def eventually(true: Callable[[], object]) -> None:
 
 
 def at_next_boundary(common: StepAgreement, completed: int) -> Request:
-    """For a rank whose steps contain nothing: it stands at a boundary until somebody asks."""
+    """Wait at boundaries for a request, on a rank whose steps contain nothing."""
     end = time.monotonic() + SOON_S
     while time.monotonic() < end:
         if request := common.boundary(completed):
             return request
         completed += 1
         time.sleep(0.001)
-    raise AssertionError("nobody has asked")
+    raise AssertionError("there was no request")
 
 
 # All ranks
@@ -146,7 +146,7 @@ def test_the_step_is_counted_from_where_the_run_was_resumed() -> None:
 
 
 def test_saves_for_hours_leave_few_keys() -> None:
-    """A time-based schedule of one rank, for all: each save once, on all ranks after the same step."""
+    """The time-based schedule of one rank holds for all: each save happens once, on all ranks after the same step."""
     store = MemoryStore()
     with Job(2, store) as job:
         commons = [job.join(rank) for rank in range(2)]
@@ -177,14 +177,14 @@ def test_a_schedule_may_ask_at_every_step_until_it_is_served() -> None:
         commons = [job.join(rank) for rank in range(2)]
         for _ in range(10):
             commons[0].request("save")
-        eventually(lambda: commons[0]._position.asked and commons[1]._position.asked)
+        eventually(lambda: commons[0]._position.pending and commons[1]._position.pending)
         commons[0].request("save")
         time.sleep(0.05)
         for common in commons:
             assert common.boundary(1) == Request("save", 1)
             assert common.boundary(1) is None
         commons[0].request("save")
-        eventually(lambda: commons[0]._position.asked and commons[1]._position.asked)
+        eventually(lambda: commons[0]._position.pending and commons[1]._position.pending)
         assert [common.boundary(2) for common in commons] == [Request("save", 2)] * 2
 
 
@@ -221,7 +221,7 @@ def test_a_stop_asked_for_twice_and_everywhere_is_served_once() -> None:
 
 
 def test_a_stop_during_a_save_is_served_at_the_same_step() -> None:
-    """The training thread is not at a boundary for a long time: nobody gives it up, and no further step is run."""
+    """The training thread reaches no boundary for a long time: no rank gives it up, and no further step runs."""
     with Job(2, stop_limit_s=0.2, limit_s=0.2) as job:
         commons = [job.join(rank) for rank in range(2)]
         saving, saved = threading.Event(), threading.Event()
@@ -250,24 +250,24 @@ def test_a_stop_during_a_save_is_served_at_the_same_step() -> None:
     assert isinstance(first, list)
     save, stop = first
     assert (save.kind, stop.kind) == ("save", "stop")
-    assert stop.step - save.step <= 1  # one more where rank 0 had gone on before it was asked
+    assert stop.step - save.step <= 1  # one more if rank 0 had started a step before the request
 
 
 def test_one_long_step_is_no_failure() -> None:
     with Job(2, stop_limit_s=0.2, limit_s=0.2) as job:
         commons = [job.join(rank) for rank in range(2)]
         commons[0].request("stop")
-        eventually(lambda: commons[0]._position.asked and commons[1]._position.asked)
+        eventually(lambda: commons[0]._position.pending and commons[1]._position.pending)
         assert commons[0].boundary(1) == Request("stop", 1)
         time.sleep(0.6)  # three times the limit
         assert commons[1].boundary(1) == Request("stop", 1)
 
 
-# Ranks that are not there yet, or no longer
+# Ranks that have not joined yet, or have left
 
 
 def test_asked_before_the_others_are_there() -> None:
-    """They join later than a rank that is alive may take to answer."""
+    """They join after the time that a rank that has joined may take to answer."""
     with Job(3, stop_limit_s=0.1) as job:
         first = job.join(0)
         first.request("stop")
@@ -292,7 +292,7 @@ def test_a_rank_that_never_joins_is_named() -> None:
 
 
 def test_a_watcher_that_dies_is_learned_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 joins, and its watcher stands still before it publishes. The others, and it, hear the same."""
+    """Rank 1 joins, and its watcher hangs before it publishes. All ranks get the same failure."""
     go_on = threading.Event()
     monkeypatch.setattr(failpoints, "on_reached", lambda name: name.endswith("set 0/started/1") and go_on.wait(SOON_S))
     with Job(3, stop_limit_s=0.3) as job:
@@ -308,7 +308,7 @@ def test_a_watcher_that_dies_is_learned_by_all(monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(RankFailed, match="rank 1"):
             at_next_boundary(commons[1], 1)
         eventually(lambda: [getattr(error, "rank", None) for error in job.on_lost] == [1, 1, 1])
-        # Raised once for each request. A later one cannot be passed on.
+        # Raised once for each request. A later request cannot be passed on.
         assert commons[0].boundary(5) is None
         commons[0].request("save")
         with pytest.raises(RankFailed, match="saving together: rank 1"):
@@ -316,13 +316,13 @@ def test_a_watcher_that_dies_is_learned_by_all(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_stop_does_not_wait_for_what_a_save_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank has died, a save that was due has not found out yet, and now a grace period runs."""
+    """A rank is dead, a pending save has not noticed yet, and a grace period begins."""
     go_on = threading.Event()
     monkeypatch.setattr(failpoints, "on_reached", lambda name: name.endswith("set 0/started/1") and go_on.wait(SOON_S))
     with Job(2, stop_limit_s=0.3, limit_s=60) as job:
         commons = [job.join(rank) for rank in range(2)]
         commons[0].request("save")
-        eventually(lambda: commons[0]._position.asked)
+        eventually(lambda: commons[0]._position.pending)
         time.sleep(0.5)
         begun = time.monotonic()
         commons[0].request("stop")
@@ -334,7 +334,7 @@ def test_a_stop_does_not_wait_for_what_a_save_waits_for(monkeypatch: pytest.Monk
 
 
 def test_the_last_one_dies_between_its_answer_and_the_decision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All have answered, so there is a common step, though the one who should have said so did not."""
+    """All ranks have answered, so there is a common step, although the rank that should have published it did not."""
     first: list[str] = []
     go_on = threading.Event()
 
@@ -355,13 +355,13 @@ def test_the_last_one_dies_between_its_answer_and_the_decision(monkeypatch: pyte
 
 
 def test_a_rank_that_has_finished_answers_until_it_is_closed() -> None:
-    """It was let go after its last step, so the others are, too: all finish, nobody stops."""
+    """It finished after its last step, so the others do too: all finish, and no rank stops."""
     with Job(2, stop_limit_s=0.2) as job:
         commons = [job.join(rank) for rank in range(2)]
         assert commons[0].boundary(1) is None
         commons[0].finish()
         commons[1].request("stop")
-        eventually(lambda: commons[1]._position.asked)
+        eventually(lambda: commons[1]._position.pending)
         assert commons[1].boundary(1) is None
         commons[1].finish()
 
@@ -407,7 +407,7 @@ def test_all_close_and_nothing_is_left_behind(any_store: Store) -> None:
 
 
 class Breakable(MemoryStore):
-    """All connections to it can be cut at once."""
+    """A store whose connections can all be cut at once."""
 
     def __init__(self, shared: Breakable | None = None) -> None:
         super().__init__(shared)
@@ -444,7 +444,7 @@ def test_what_others_do_when_it_is_lost_is_their_affair(caplog: pytest.LogCaptur
     store = Breakable()
 
     def raises(error: RanksError) -> None:
-        raise RuntimeError("theirs")
+        raise RuntimeError("from the callback")
 
     with StepAgreement(Ranks(0, 2, store), completed=0, on_lost=raises) as common:
         eventually(lambda: "step/joined/0" in store.keys)
@@ -460,9 +460,9 @@ def test_the_store_is_lost_while_the_common_step_is_looked_for() -> None:
     with Job(2, store) as job:
         common = job.join(0)
         common.request("stop")
-        eventually(lambda: common._position.asked)
+        eventually(lambda: common._position.pending)
         standing = InBackground(lambda: job.train(common))
-        job.barrier.wait()  # in the place of rank 1, which has not joined
+        job.barrier.wait()  # in place of rank 1, which has not joined
         time.sleep(0.05)
         assert not standing.ended
         store.die()
@@ -470,7 +470,7 @@ def test_the_store_is_lost_while_the_common_step_is_looked_for() -> None:
         assert isinstance(error, StoreLost)
 
 
-# A world of one, and who may ask when
+# A world of one, and requests from anywhere
 
 
 def test_alone() -> None:
@@ -497,24 +497,24 @@ def test_only_known_kinds() -> None:
 
 
 def test_a_signal_handler_may_ask_at_any_moment() -> None:
-    """Also while this thread holds the lock, at a boundary."""
+    """A signal handler may request while its thread holds the lock, at a boundary."""
     with Job(2) as job:
         commons = [job.join(rank) for rank in range(2)]
         previous = signal.signal(signal.SIGALRM, lambda *_: commons[0].request("save"))
         try:
             other = InBackground(lambda: _saves(commons[1], 10))
             signal.setitimer(signal.ITIMER_REAL, 0.002, 0.002)
-            mine = _saves(commons[0], 10)
+            own_saves = _saves(commons[0], 10)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, previous)
         commons[0].finish()
-        assert len(mine) == 10
+        assert len(own_saves) == 10
         assert other.result()
 
 
 def _saves(common: StepAgreement, number: int) -> list[Request]:
-    """Until there were so many, or the other rank has finished."""
+    """Serve saves until there were so many, or the other rank has finished."""
     saves: list[Request] = []
     end = time.monotonic() + SOON_S
     for step in count(1):

@@ -1,4 +1,4 @@
-"""The protocol of the common step, through every interleaving of two and three ranks: see `model`."""
+"""The protocol of the common step, through every interleaving of two to four ranks (support/step_protocol_model.py)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from reprieve.ranks import step_protocol as protocol
 from tests.support.step_protocol_model import FAILED, FINISHED, STOPPED, Broken, Job
 
 STOP, SAVE = ("stop", None), ("save", None)
-"""Asked of any rank. Where all ranks are alike, it is enough to ask one of them."""
+"""Requests to any rank. If all ranks are alike, requests to one of them are enough."""
 STOP_0, SAVE_0, SAVE_1 = ("stop", 0), ("save", 0), ("save", 1)
 
 JOBS = {
     "a stop": Job(2, steps=3),
-    "asks before the first step": Job(2, asks_first=True),
+    "a boundary before the first step": Job(2, asks_first=True),
     "two stops": Job(2, requests=(STOP, STOP), closes=False),
     "a stop and a save": Job(2, requests=(STOP, SAVE), closes=False),
     "a stop and a save, and ranks that leave": Job(2, steps=1, requests=(STOP_0, SAVE_1), coarse=True),
@@ -38,7 +38,7 @@ JOBS = {
     "four ranks": Job(4, requests=(STOP_0,), closes=False),
 }
 STATES = {"a stop": 3000, "three ranks that leave": 50_000, "three ranks, a stop and a save": 80_000}
-"""At least so many: a model in which little can happen proves little."""
+"""The least number of states: a model in which little can happen proves little."""
 
 SOAKED = {
     "a stop and a save": Job(2, steps=3, requests=(STOP, SAVE)),
@@ -71,7 +71,7 @@ def test_every_interleaving_of_more(name: str, soak: None) -> None:
     print(f"\n{name}: {SOAKED[name].explore()} states")
 
 
-# The same search finds what is wrong
+# The same search finds errors in the protocol
 
 
 def _leaves_without_a_look(rank: int, generation: int, started: int) -> protocol.Program:
@@ -90,7 +90,7 @@ def _waits_for_nobody_late(generation: int) -> protocol.Program:
 
 
 def _each_as_it_thinks(generation: int, without: tuple[int, ...] = ()) -> protocol.Program:
-    """No single decision: who has no more time gives the others up, whatever they conclude."""
+    """There is no single decision: a rank whose time runs out gives up the others, whatever they decide."""
     answers = yield protocol.Collect(generation)
     missing = [rank for rank, answer in enumerate(answers) if isinstance(answer, protocol.Silent)]
     if not missing:
@@ -115,7 +115,7 @@ def test_without_it_ranks_part(broken: str, world_size: int, reduced: bool) -> N
         ("common_step", lambda started: sorted(started)[1], Job(3, closes=False)),
         ("leave", _leaves_without_a_look, Job(2)),
         ("_publish", _counts_nobody_who_left, Job(2)),
-        ("_there", _waits_for_nobody_late, Job(2, late=True)),
+        ("_joined_and_silent", _waits_for_nobody_late, Job(2, late=True)),
         ("_decide", _each_as_it_thinks, Job(2, hasty=True)),
     ],
     ids=[
@@ -138,7 +138,7 @@ def test_with_this_instead_ranks_part(
 
 @pytest.mark.parametrize("name", ["a stop", "a death", "two stops", "does not ask again after a save", "time runs out"])
 def test_the_reduction_misses_nothing(name: str) -> None:
-    """Looking at all moves in all states gives more states and the same ends."""
+    """Exploring all moves in all states finds more states and the same ends."""
     whole, reduced = (replace(JOBS[name], steps=1, reduced=way, ends={}) for way in (False, True))
     assert whole.explore() > reduced.explore()
     assert whole.ends.keys() == reduced.ends.keys()

@@ -1,4 +1,4 @@
-"""What ranks may count on in a store: one suite over every implementation."""
+"""What ranks may rely on in a store: one contract suite for every implementation."""
 
 from __future__ import annotations
 
@@ -58,16 +58,16 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
 
 
 def each(store: Store, count: int, work: Callable[[Store, int], object]) -> list[object]:
-    """`work` in as many threads at once, each with a client of its own."""
+    """Run `work` in as many threads at once, each with its own client."""
     clients = [store.client() for _ in range(count)]
     together = threading.Barrier(count)
 
-    def one(number: int) -> object:
+    def run(number: int) -> object:
         together.wait()
         return work(clients[number], number)
 
     with ThreadPoolExecutor(count) as threads:
-        results = list(threads.map(one, range(count)))
+        results = list(threads.map(run, range(count)))
     for client in clients:
         client.close()
     return results
@@ -151,10 +151,10 @@ def test_the_first_writer_wins_among_processes(tmp_path: Path) -> None:
     ]
     time.sleep(0.5)
     store.set("go", b"")
-    said = [racer.communicate(timeout=60)[0].split("] ") for racer in racers]
+    outputs = [racer.communicate(timeout=60)[0].split("] ") for racer in racers]
     assert [racer.returncode for racer in racers] == [0, 0, 0]
-    assert len({held for held, _ in said}) == 1
-    assert sorted(int(total) for _, total in said) == [7, 14, 21]
+    assert len({held for held, _ in outputs}) == 1
+    assert sorted(int(total) for _, total in outputs) == [7, 14, 21]
 
 
 @pytest.mark.parametrize("verb", ["set", "put_once", "add", "set much", "put much once"])
@@ -188,7 +188,7 @@ def test_wait_has_a_limit_and_the_store_works_after_it(store: Store) -> None:
 
 
 def test_a_wait_that_runs_out_as_the_key_comes_stays_in_step(store: Store) -> None:
-    """The answer and the end of the wait may cross on their way."""
+    """The answer and the cancelled wait may cross on the wire."""
     other = store.client()
     seen = 0
     for number in range(60):
@@ -216,21 +216,21 @@ def test_a_client_that_was_closed_is_lost(store: Store) -> None:
 
 
 def test_prefixes_keep_keys_apart(store: Store) -> None:
-    one, two = prefixed(store, "one"), prefixed(prefixed(store, "two"), "deep")
-    assert one.put_once("key", b"1") == b"1"
-    assert two.put_once("key", b"2") == b"2"
+    first, second = prefixed(store, "one"), prefixed(prefixed(store, "two"), "deep")
+    assert first.put_once("key", b"1") == b"1"
+    assert second.put_once("key", b"2") == b"2"
     assert store.get("one/key") == b"1"
     assert store.get("two/deep/key") == b"2"
-    assert two.add("count", 1) == 1
-    two.delete("key")
-    other = one.client()
-    assert (other.get("key"), other.wait("key", SOON), two.get("key")) == (b"1", b"1", None)
+    assert second.add("count", 1) == 1
+    second.delete("key")
+    other = first.client()
+    assert (other.get("key"), other.wait("key", SOON), second.get("key")) == (b"1", b"1", None)
     other.set("key", b"3")
-    assert one.get("key") == b"3"
+    assert first.get("key") == b"3"
     other.close()
 
 
-# When the store goes away
+# When the store is lost
 
 
 def verbs(store: Store) -> dict[str, Callable[[], object]]:
@@ -319,10 +319,10 @@ def test_something_else_that_listens_is_no_store() -> None:
     import socket
 
     def answer(listener: socket.socket) -> None:
-        one, _ = listener.accept()
-        with one:
-            one.recv(100)
-            one.sendall(b"HTTP/1.0 400 Bad Request\r\n")
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(100)
+            connection.sendall(b"HTTP/1.0 400 Bad Request\r\n")
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=answer, args=(listener,))
@@ -357,7 +357,7 @@ def test_two_threads_on_one_client_are_told_so() -> None:
 
 
 def test_an_exception_in_a_wait_leaves_the_client_usable() -> None:
-    """As a signal handler raises it: what was under way is forgotten, not answered to the next question."""
+    """As a signal handler would raise it: the interrupted answer does not become the answer to the next call."""
     store = TorchStore.serve()
     other = store.client()
 
@@ -385,8 +385,8 @@ def test_torch_reads_what_we_count_and_its_parts_are_removed() -> None:
     torchs = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
     assert store.add("count", 4) == 4
     assert torchs.get("count") == b"4"
-    torchs.set("theirs", "text")
-    assert store.wait("theirs", LONG) == b"text"
+    torchs.set("from torch", "text")
+    assert store.wait("from torch", LONG) == b"text"
     before = store.key_count()
     store.set("large", bytes(3 * PART_BYTES))
     store.put_once("large", bytes(2 * PART_BYTES))
@@ -397,7 +397,7 @@ def test_torch_reads_what_we_count_and_its_parts_are_removed() -> None:
 
 
 def test_ending_while_the_store_ends_keeps_the_exit_code() -> None:
-    """Threads still wait in the store when the process ends, and so does the store."""
+    """Threads still wait in the store when the process and the store end."""
     script = (
         f"{SERVER}import sys, threading; from datetime import timedelta; store = TorchStore.serve()\n"
         "clients = [store.client() for _ in range(5)]\n"
