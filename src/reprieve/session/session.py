@@ -308,7 +308,7 @@ class Session:
         has_trained = self._boundaries is not None and not self._boundaries.at_first_boundary
         if has_trained or self._adapter.position().step > step:
             return
-        log.warning("no step was done since the start: exiting without a save")
+        log.warning("no step was done since the start: nothing to save, exiting now")
         process_exit.schedule(_EARLY_EXIT_S)
         with contextlib.suppress(ReprieveError):
             if self._ranks is not None:
