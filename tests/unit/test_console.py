@@ -1,4 +1,4 @@
-"""Log lines of Reprieve where the script has set up no logging: with a prefix, once for all ranks. No other logging changes."""
+"""Log lines of Reprieve where the script has set up no logging: with a prefix, once for all ranks."""
 
 from __future__ import annotations
 

@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from reprieve import fast_rng
-from reprieve.rng import capture_rng, restore_rng, snapshot_rng
+from reprieve.rng import capture_rng, fast_path, restore_rng, snapshot_rng
 
 
 @pytest.fixture(params=[True, False], ids=["fast", "plain"], autouse=True)
 def fast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr(fast_rng, "ENABLED", request.param)
+    monkeypatch.setattr(fast_path, "ENABLED", request.param)
     return bool(request.param)
 
 
@@ -102,6 +101,6 @@ def test_environment_variable_turns_the_fast_path_off(value: str | None, enabled
     environment = {key: text for key, text in os.environ.items() if key != "REPRIEVE_FAST_RNG"}
     if value is not None:
         environment["REPRIEVE_FAST_RNG"] = value
-    command = [sys.executable, "-c", "from reprieve import fast_rng; print(fast_rng.ENABLED)"]
+    command = [sys.executable, "-c", "from reprieve.rng import fast_path; print(fast_path.ENABLED)"]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert result.stdout == f"{enabled}\n"

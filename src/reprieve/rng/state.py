@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from reprieve import fast_rng
 from reprieve.errors import StateMismatch
+from reprieve.rng import fast_path
 
 
 class RngSnapshot(NamedTuple):
@@ -106,11 +106,11 @@ def _cuda_states(state: Mapping[str, Any]) -> list[torch.Tensor]:
 
 
 def _python_state() -> Any:
-    return fast_rng.python_state() if fast_rng.ENABLED else random.getstate()
+    return fast_path.python_state() if fast_path.ENABLED else random.getstate()
 
 
 def _numpy_state() -> Any:
-    return fast_rng.numpy_state(_read_numpy) if fast_rng.ENABLED else _read_numpy()
+    return fast_path.numpy_state(_read_numpy) if fast_path.ENABLED else _read_numpy()
 
 
 def _read_numpy() -> Any:
@@ -127,7 +127,7 @@ def _read_numpy() -> Any:
 def _restore_numpy(state: Any) -> None:
     import numpy as np
 
-    fast_rng.invalidate_numpy()
+    fast_path.invalidate_numpy()
     if isinstance(state, Mapping):
         np.random.set_state(_arrays(state))
     else:
