@@ -219,11 +219,10 @@ def missing_optimizer_is_skipped(job: Job) -> None:
 
 def resume_is_not_exact(job: Job) -> None:
     """7. A run that was stopped ends with other weights"""
-    job.options = ["--step-s", "0.2"]
-    job.stop(job.train_until(7))
+    job.stop(job.train_until(7, "--step-s", "0.2"))
     if job.resumed() != 0:
         raise Lost("the resume failed")
-    undisturbed = Job("undisturbed", job.folder.with_name("undisturbed"), options=job.options)
+    undisturbed = Job("undisturbed", job.folder.with_name("undisturbed"))
     _run_whole(undisturbed)
     mine, theirs = (json.loads((one.folder / "after-train.json").read_text()) for one in (job, undisturbed))
     if mine != theirs:
@@ -300,7 +299,7 @@ def other_ranks_silently(job: Job) -> None:
     job.ranks, job.options = 2, ["--step-s", "0.2"]
     job.stop(job.train_until(4))
     job.expect_saved()
-    if job.resumed(ranks=1) != 0:
+    if job.resumed("--step-s", "0", ranks=1) != 0:
         raise Lost("the resume failed")
     if "ranks" not in job.output and "reproducibility" not in job.output:
         raise Lost("not a word on it")
