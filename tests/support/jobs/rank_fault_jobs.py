@@ -128,7 +128,7 @@ def tried(call: Callable[[], Any]) -> Outcome:
 
 
 def checkpointer(root: Path, numbers: Numbers, **settings: Any) -> Checkpointer:
-    settings = {"rank_timeout": LIMIT_S, "take_over_after": "1s", "keep": None, "run": "r", **settings}
+    settings = {"rank_timeout": LIMIT_S, "take_over_after": "1s", "keep": None, "name": "r", **settings}
     return Checkpointer(root, **numbers.state, **settings)
 
 

@@ -155,6 +155,8 @@ class Saver:
     def _make_job(self, request: SaveRequest, files: Sequence[FileLayout], progress: Progress | None) -> SaveJob:
         self._saves += 1
         created = datetime.fromtimestamp(self._clock.time(), timezone.utc)
+        names, parent = self._planner.state.names, self.resumed_from
+        manifest = request.manifest(created, self._lease, self._ranks, parent=parent, state=names)
         return SaveJob(
             self._disk,
             self._pool,
@@ -163,9 +165,7 @@ class Saver:
             root=self._root,
             folder=paths.saving(self._root, request.step, self._lease.attempt),
             plan=self._planner.plan(request.values, files),
-            manifest=request.manifest(
-                created, self._lease, self._ranks, parent=self.resumed_from, state=self._planner.state.names
-            ),
+            manifest=manifest,
             number=self._saves,
             progress=self.throughput.counting(progress),
         )
