@@ -162,7 +162,7 @@ def test_ranks_draw_different_numbers() -> None:
 
 
 def test_bad_settings_are_refused() -> None:
-    with pytest.raises(ConfigError, match="'tcp' and 'folder'"):
+    with pytest.raises(ConfigError, match="'tcp' or 'folder'"):
         run_ranks(1, rank_jobs.draw, store="cloud")
     with pytest.raises(ConfigError, match="has a host"):
         run_ranks(1, rank_jobs.draw, store="folder", store_host=0)
