@@ -192,7 +192,7 @@ def test_explain_says_what_comes_from_where(lab: Lab) -> None:
     lab.env["CHECKPOINT_MAX_RETAIN"] = "7"
     shown = lab.reprieve("run", "--explain", "--grace-period", "2m", "train.py").out
     rows = {line.split()[0]: line.split()[1:3] for line in shown.splitlines()}
-    assert rows["grace_period"] == ["120s", "--grace-period"]
+    assert rows["grace-period"] == ["120s", "--grace-period"]
     assert rows["keep"] == ["7", "CHECKPOINT_MAX_RETAIN"]
     assert rows["every"] == ["10m", "default"]
 
