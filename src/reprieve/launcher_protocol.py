@@ -29,8 +29,8 @@ VERSION = 1
 
 LAUNCHER_SOCKET = "REPRIEVE_LAUNCHER"
 """The environment variable with the path of the launcher's socket."""
-INTERRUPTIONS = "REPRIEVE_INTERRUPTIONS"
-"""The environment variable with how often this run lost work, in how many seconds of training: `3/7200`."""
+START_OVER = "REPRIEVE_START_OVER"
+"""The environment variable with the id of a request to start over, which is carried out once in each folder."""
 DRILL = "REPRIEVE_DRILL"
 """The environment variable with the scratch folder of `reprieve drill`, which leaves the run's checkpoints alone."""
 

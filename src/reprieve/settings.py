@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 from reprieve.errors import ConfigError
-from reprieve.launcher_protocol import DRILL
+from reprieve.launcher_protocol import DRILL, START_OVER
 from reprieve.units import parse_duration
 
 log = logging.getLogger("reprieve")
@@ -164,7 +164,8 @@ class Settings:
     fresh: bool = field(
         metadata=_declare(
             "CHECKPOINT_RESUME",
-            "start over and move existing checkpoints aside; restarts of the same launch resume",
+            "start over and move existing checkpoints aside, once: restarts resume, as do later starts of a named run "
+            "where the variable requests it",
             False,
             parse=_parse_resume,
             format=_format_resume,
@@ -200,6 +201,16 @@ class Settings:
             format=_format_seconds,
             metavar="DURATION",
             default_text="0",
+        )
+    )
+    take_over: timedelta | None = field(
+        metadata=_declare(
+            "REPRIEVE_TAKE_OVER",
+            "how long to wait for an earlier attempt that still uses the checkpoints",
+            parse=_parse_duration_or_zero,
+            format=_format_seconds,
+            metavar="DURATION",
+            default_text="60s, or the grace period + 10s if longer",
         )
     )
     name: str | None = field(
@@ -272,6 +283,15 @@ class Settings:
             # The interval is complete now: these would change its meaning.
             env |= {"CHECKPOINT_STRATEGY": "", "CHECKPOINT_ENABLED": ""}
         return env
+
+    def start_over(self, env: Mapping[str, str] = os.environ) -> str | None:
+        """Return the id of the request to start over, which is carried out once; an empty text: it has none and is
+        carried out at every start, as the script says; None: resume."""
+        if not self.fresh:
+            return None
+        if self.sources["fresh"] != SETTINGS["fresh"].env:
+            return ""
+        return env.get(START_OVER) or self.name or ""
 
     def options(self) -> dict[str, str]:
         """Return the text of each setting that was given as an option of the command line, `fresh` excepted."""

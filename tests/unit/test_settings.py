@@ -24,6 +24,7 @@ EVERY_SETTING = [
     ("save_at_end", "REPRIEVE_SAVE_AT_END", (False, False), ("no", False), True),
     ("grace_period", "REPRIEVE_GRACE", ("2m", 2 * MINUTE), ("60", MINUTE), None),
     ("kill_wait", "REPRIEVE_KILL_WAIT", ("0", timedelta(0)), ("60s", MINUTE), timedelta(0)),
+    ("take_over", "REPRIEVE_TAKE_OVER", ("90s", 1.5 * MINUTE), ("0", timedelta(0)), None),
     ("name", "REPRIEVE_RUN", ("mine", "mine"), ("theirs", "theirs"), None),
     ("max_restarts", "REPRIEVE_RESTARTS", ("3", 3), ("0", 0), 0),
     ("hang_timeout", "REPRIEVE_HANG", ("1h30m", 90 * MINUTE), ("2.5", timedelta(seconds=2.5)), None),
@@ -39,6 +40,7 @@ ALL_GIVEN = {
     "fresh": True,
     "grace_period": "1m30s",
     "kill_wait": "0",
+    "take_over": "2m",
     "name": "mine",
     "max_restarts": "4",
     "hang_timeout": "10m",
@@ -260,3 +262,25 @@ def test_incremental_checkpoints_are_whole_which_is_said_once(
     resolve({}, {"CHECKPOINT_SAVE_TYPE": kind})  # the launcher
     resolve({}, env, options=False)
     assert caplog.text.count("is saved whole") == warnings
+
+
+# Starting over
+
+
+@pytest.mark.parametrize(
+    ("given", "env", "request_id"),
+    [
+        ({}, {}, None),
+        ({}, {"CHECKPOINT_RESUME": "true", "REPRIEVE_RUN": "uid"}, None),
+        ({"fresh": True}, {"REPRIEVE_RUN": "uid"}, ""),
+        ({}, {"CHECKPOINT_RESUME": "false"}, ""),
+        ({}, {"CHECKPOINT_RESUME": "false", "REPRIEVE_RUN": "uid"}, "uid"),
+        ({"name": "mine"}, {"CHECKPOINT_RESUME": "false", "REPRIEVE_RUN": "uid"}, "mine"),
+        ({}, {"CHECKPOINT_RESUME": "false", "REPRIEVE_RUN": "uid", "REPRIEVE_START_OVER": "launch"}, "launch"),
+    ],
+)
+def test_a_request_to_start_over_by_the_environment_has_an_id(
+    given: dict[str, object], env: dict[str, str], request_id: str | None
+) -> None:
+    """A request with an id is carried out once; a script that says so itself starts over every time."""
+    assert resolve(given, env, options=False).start_over(env) == request_id

@@ -8,12 +8,11 @@ that matter when C is not small against M. A stop with enough notice to save los
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
-from reprieve.launcher_protocol import INTERRUPTIONS
+from reprieve.checkpoint.folder.attempts import LOSING_CAUSES, AttemptRecord, losses
 
 FIRST = timedelta(minutes=1)
 """The interval until the first save has shown what a save costs."""
@@ -42,13 +41,9 @@ class AutoInterval:
     trained_s: float = 0.0
     _cost_s: float | None = None
 
-    @classmethod
-    def of_environment(cls, env: Mapping[str, str] = os.environ) -> AutoInterval:
-        count, _, trained = env.get(INTERRUPTIONS, "").partition("/")
-        try:
-            return cls(int(count), float(trained))
-        except ValueError:
-            return cls()
+    def learn(self, attempts: Sequence[AttemptRecord], now: float) -> None:
+        """Take the interruptions of the run so far into account."""
+        self.interruptions, self.trained_s = losses(attempts, LOSING_CAUSES, now)
 
     def saved(self, cost_s: float) -> None:
         """Note how long a save blocked training: an estimate for the next one."""

@@ -20,7 +20,7 @@ import torch
 
 from reprieve.checkpoint.buffers.block_pool import BLOCK_BYTES, BlockPool
 from reprieve.checkpoint.coordinated_schedule import CoordinatedSchedule
-from reprieve.checkpoint.folder import finished_marker, paths
+from reprieve.checkpoint.folder import attempts, finished_marker, paths
 from reprieve.checkpoint.folder.catalog import CheckpointInfo, list_checkpoints
 from reprieve.checkpoint.folder.lease import FolderLease
 from reprieve.checkpoint.folder.pruning import Pruner
@@ -66,7 +66,8 @@ class Checkpointer:
     `keep`, `keep_every`, `best`, `keep_requested`: what retention keeps, see `Retention`.
     `name`: the run's name; a restart with the same name continues the run. Default: `REPRIEVE_RUN`, else the name that
         the folder has already, else a new one.
-    `fresh`: start over; checkpoints that are there already are moved to a folder beside them.
+    `fresh`: start over; checkpoints that are there already are moved to a folder beside them. A text is the id of the
+        request, and a request with an id is carried out once.
     `strict`: a missing or unexpected key in a checkpoint is an error.
     `rng`: save and restore the global random number generators.
     `when_busy`: a background save that comes due while another one runs waits for it ("wait") or is left out ("skip").
@@ -85,7 +86,7 @@ class Checkpointer:
         best: tuple[str, str] | None = None,
         keep_requested: bool = False,
         name: str | None = None,
-        fresh: bool = False,
+        fresh: bool | str = False,
         strict: bool = True,
         rng: bool = True,
         when_busy: str = "wait",
@@ -103,6 +104,8 @@ class Checkpointer:
         self.retention = Retention(keep=keep, keep_every=keep_every, best=best, keep_requested=keep_requested)
         self._clock = clock or SystemClock()
         self.schedule = Schedule.of(every, self._clock)
+        if self.schedule.auto is not None:
+            self.schedule.auto.learn(attempts.read(self.root), self._clock.time())
         self._state = State(state)
         self._strict = strict
         self._rng = rng
@@ -120,7 +123,8 @@ class Checkpointer:
             rank=self._ranks.rank,
             world_size=self._ranks.world_size,
         )
-        startup = FolderStartup(self._disk, self.root, self._ranks, self._pruner, self._clock, start_over=fresh)
+        request = None if fresh is False else "" if fresh is True else fresh
+        startup = FolderStartup(self._disk, self.root, self._ranks, self._pruner, self._clock, start_over=request)
         self._first_save_bytes = 0
         self._lease = startup.take_lease(
             name or os.environ.get("REPRIEVE_RUN") or None,

@@ -53,7 +53,7 @@ class Schedule:
             elif part == "epoch":
                 schedule.epoch = True
             elif part == "auto":
-                schedule.auto = AutoInterval.of_environment()
+                schedule.auto = AutoInterval()
                 intervals.append(FIRST)
             elif part != "never":
                 try:

@@ -14,11 +14,17 @@ import os
 import select
 import signal
 import time
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from reprieve import exit_codes, redaction
+from reprieve.checkpoint.folder.attempts import AttemptRecord
+from reprieve.checkpoint.folder.lease import read_record
+from reprieve.checkpoint.folder.paths import LEASE_FOLDER
+from reprieve.errors import ConfigError
+from reprieve.host import in_pod
 from reprieve.launch.attempt import STOP_SIGNALS, Attempt, SignalReceiver
 from reprieve.launch.command import Command
 from reprieve.launch.import_hook import finder
@@ -26,16 +32,16 @@ from reprieve.launch.messages import print_exit_message, print_message
 from reprieve.launch.output_relay import OutputLog
 from reprieve.launch.page_cache_warmup import PageCacheWarmup
 from reprieve.launch.process import become_subreaper
-from reprieve.launch.runs import goodput
+from reprieve.launch.runs.attempt_log import AttemptLog
 from reprieve.launch.runs.next_start import NextStart, find_next_start
-from reprieve.launch.runs.outcome import AttemptResult, Outcome, decide_outcome
-from reprieve.launch.runs.restart_policy import RestartPolicy, Retry
+from reprieve.launch.runs.outcome import AttemptResult, Outcome, decide_outcome, permanent_failure
+from reprieve.launch.runs.restart_policy import RestartPolicy, Retry, find_endless_restarts
 from reprieve.launch.runs.run_record import RunFolder, RunRecord, Runs, default_name
-from reprieve.launcher_protocol import INTERRUPTIONS, LAUNCHER_SOCKET, Listener, Pause
+from reprieve.launcher_protocol import LAUNCHER_SOCKET, START_OVER, Listener, Pause
 from reprieve.preemption.deadline import NO_LIMIT_S, Grace, resolve_grace_period
 from reprieve.run_state import RunState
 from reprieve.settings import SETTINGS, Settings
-from reprieve.storage.uri import display_path
+from reprieve.storage.uri import display_path, local_path
 
 log = logging.getLogger("reprieve")
 
@@ -58,6 +64,10 @@ class Launcher:
     _record: RunRecord = field(init=False)
     _folder: RunFolder = field(init=False)
     _listener: Listener = field(init=False)
+    _attempt_log: AttemptLog | None = None
+    """The record of attempts in the checkpoint folder, once the folder is known."""
+    _start_over: str = ""
+    """The id of the request to start over, if there is one (`Settings.start_over`)."""
     _written: tuple[str, bool] = ("", False)
     _written_at: float = 0.0
     _torch_since: float | None = None
@@ -71,6 +81,9 @@ class Launcher:
         _open_standard_streams()
         become_subreaper()
         self.grace_period = resolve_grace_period(self.settings.grace_period, self.env)
+        # A pod that comes back is the same run. On a terminal, each --fresh is a request of its own.
+        is_repeated = in_pod(self.env) or self.settings.sources["fresh"] == SETTINGS["fresh"].env
+        self._start_over = (self.settings.name if is_repeated else None) or uuid.uuid4().hex
         name = (
             self.name
             or self.settings.name
@@ -87,8 +100,10 @@ class Launcher:
         self._record = self._open_record()
         restarts = RestartPolicy(self.settings.max_restarts)
         output_log = OutputLog(self._folder.path / "log")
+        if (refusal := self._use_attempt_log()) is not None:
+            return self._exit(permanent_failure(refusal))
         while True:
-            outcome = self._attempt(signals, output_log, first=restarts.used == 0)
+            outcome = self._attempt(signals, output_log)
             if not outcome.can_retry:
                 break
             decision = restarts.after_failure(self._record.attempts[-1].to_step)
@@ -105,19 +120,25 @@ class Launcher:
             if (stopped := _wait_for_restart(signals, self._listener, decision.wait_s)) is not None:
                 outcome = stopped
                 break
-        self._update_record(outcome.state, outcome.message, outcome.code)
         output_log.close()
+        return self._exit(outcome)
+
+    def _exit(self, outcome: Outcome) -> int:
+        self._update_record(outcome.state, outcome.message, outcome.code)
+        if self._attempt_log is not None:
+            self._attempt_log.close()
         print_exit_message(outcome.message)
         return outcome.code
 
-    def _attempt(self, signals: SignalReceiver, output_log: OutputLog, *, first: bool) -> Outcome:
+    def _attempt(self, signals: SignalReceiver, output_log: OutputLog) -> Outcome:
         self._announced_checkpoint = None
-        entry = goodput.AttemptRecord(time.time())
+        starts_over = self._starts_over(self._record.checkpoints)
+        entry = AttemptRecord(time.time(), run=self.settings.name or "", launcher=str(self._listener.path))
         self._record.attempts.append(entry)
         self._update_record(RunState.STARTING)
         attempt = Attempt(
             self.command,
-            self._environment(first=first),
+            self._environment(),
             signals,
             self._listener,
             output_log,
@@ -125,7 +146,7 @@ class Launcher:
             self.settings.hang_timeout,
             self._on_change,
         )
-        with PageCacheWarmup(self._record.checkpoints if not (first and self.settings.fresh) else None) as self._warmup:
+        with PageCacheWarmup(None if starts_over else self._record.checkpoints) as self._warmup:
             try:
                 result = attempt.run()
             except OSError as error:
@@ -137,14 +158,14 @@ class Launcher:
         if attempt.status.torch and not attempt.status.protected and result.code == 0:
             self._warn_unprotected()
         self._record_progress(attempt)
-        outcome = decide_outcome(replace(result, next_start=self._next_start(result, first=first)))
+        outcome = decide_outcome(replace(result, next_start=self._next_start(result, starts_over=starts_over)))
         offset = time.time() - time.monotonic()
         if outcome.code == 0 or attempt.status.was_saved_at_stop:
             entry.kept_until = (attempt.status.last_step_at or time.monotonic()) + offset
         entry.end(time.time(), outcome.state)
         return outcome
 
-    def _environment(self, *, first: bool) -> dict[str, str]:
+    def _environment(self) -> dict[str, str]:
         env = {**self.env, **self.settings.environment(), LAUNCHER_SOCKET: str(self._listener.path)}
         if self.grace_period.certain and self.grace_period.period is not None:
             env[SETTINGS["grace_period"].env] = SETTINGS["grace_period"].format(self.grace_period.period)
@@ -155,12 +176,8 @@ class Launcher:
         env.setdefault(
             "PYTHONUNBUFFERED", "1"
         )  # the launcher's pipe is not a terminal, to which Python would flush lines
-        if self.settings.fresh and not first:
-            env[SETTINGS["fresh"].env] = "true"  # only the first attempt starts over
-        count, training = goodput.losses(
-            self._record.attempts, (RunState.FAILED, RunState.HUNG, RunState.LOST), time.time()
-        )
-        env[INTERRUPTIONS] = f"{count}/{training:.0f}"
+        if self.settings.fresh:
+            env[START_OVER] = self._start_over
         finder.add_to(env)
         return env
 
@@ -178,7 +195,7 @@ class Launcher:
             checkpoints=self.settings.checkpoints,
         )
         earlier = self._folder.read()
-        if earlier is not None and not self.settings.fresh:
+        if earlier is not None and not self._starts_over(earlier.checkpoints):
             record.attempts, record.restarts = earlier.attempts, earlier.restarts
             record.step, record.done = earlier.step, earlier.done
             record.checkpoints = record.checkpoints or earlier.checkpoints
@@ -197,6 +214,9 @@ class Launcher:
                 self._warn_unprotected()
         if status.ranks:
             self._warmup.stop()
+        if self._attempt_log is None and status.checkpoints is not None:
+            self._record.checkpoints = status.checkpoints
+            status.refusal = self._use_attempt_log()
         self._record_progress(attempt)
         if attempt.stop is not None:
             state, reason = RunState.STOPPING, attempt.stop.reason
@@ -220,7 +240,7 @@ class Launcher:
             print_message(f"resuming from {path.name} (step {status.resumed}) in {display_path(path.parent)}")
         record.step, record.done = status.step, status.done
         record.checkpoints = status.checkpoints or record.checkpoints
-        entry.from_step, entry.to_step = status.resumed or 0, status.step
+        entry.from_step, entry.to_step, entry.saved_step = status.resumed or 0, status.step, status.saved_step
         if entry.training is None and status.first_step_at is not None:
             entry.training = status.first_step_at + offset
         if status.saved_step is not None and status.saved_step != record.checkpoint_step:
@@ -233,16 +253,48 @@ class Launcher:
         self._record.state, self._record.reason, self._record.exit_code = state, reason, code
         self._written_at = time.monotonic()
         self._folder.write(self._record)
+        if self._attempt_log is not None and self._record.attempts:
+            self._attempt_log.update(self._record.attempts)
         if self._folder.problem is not None and not self._warned_record:
             self._warned_record = True
             print_message(
                 f"the run record cannot be written: {self._folder.problem}. `reprieve status` will not show this run"
             )
 
-    def _next_start(self, result: AttemptResult, *, first: bool) -> NextStart | None:
+    def _use_attempt_log(self) -> str | None:
+        """Continue the record of attempts in the checkpoint folder, once the folder is known. Returns why the run must
+        not start, if a cluster would restart it without end."""
+        if self._record.checkpoints is None or self.settings.drill is not None:
+            return None
+        try:
+            root = local_path(self._record.checkpoints)
+        except ConfigError:  # the ranks report it
+            return None
+        starts_over = self._starts_over(self._record.checkpoints)
+        self._attempt_log = AttemptLog(root, self.command.node_rank(self.env), str(self._listener.path))
+        known = {(attempt.launcher, attempt.launched) for attempt in self._record.attempts}
+        earlier = [] if starts_over else self._attempt_log.earlier()
+        self._record.attempts[:0] = [
+            attempt for attempt in earlier if (attempt.launcher, attempt.launched) not in known
+        ]
+        self._record.attempts.sort(key=lambda attempt: attempt.launched)
+        if self.settings.name is None or not in_pod(self.env):
+            return None  # a person starts it again, after a change
+        return find_endless_restarts(self._record.attempts, self.settings.name)
+
+    def _starts_over(self, checkpoints: str | None) -> bool:
+        """Return whether the next attempt moves the checkpoints away. `checkpoints`: the folder, if it is known."""
+        if not self.settings.fresh or checkpoints is None:
+            return self.settings.fresh
+        with contextlib.suppress(OSError, ConfigError):
+            lease = read_record(local_path(checkpoints) / LEASE_FOLDER)
+            return lease is None or lease.started_over != self._start_over
+        return True
+
+    def _next_start(self, result: AttemptResult, *, starts_over: bool) -> NextStart | None:
         if self._record.checkpoints is None or (result.code == 0 and result.stop is None):
             return None
-        if self.settings.fresh and first and not result.status.ranks:
+        if starts_over and not result.status.ranks:
             return None  # the old checkpoints may not have been moved away yet
         return find_next_start(self._record.checkpoints)
 

@@ -72,6 +72,8 @@ class JobStatus:
     crashed: set[int] = field(default_factory=set)
     """The processes of torchruns with a failed rank: torchrun ends them with SIGTERM, and that is not a stop."""
     saves: list[Saved] = field(default_factory=list)
+    refusal: str | None = None
+    """Why the launcher refuses to let it train, found out after the start."""
 
     def update(self, report: Report) -> None:
         match report.message:
@@ -166,7 +168,9 @@ class JobStatus:
 
     @property
     def refused(self) -> str | None:
-        """The permanent failure that a rank reported, if one did."""
+        """The permanent failure that the launcher found or a rank reported, if there is one."""
+        if self.refusal is not None:
+            return self.refusal
         return next((rank.refused for rank in self.ranks.values() if rank.refused is not None), None)
 
     @property

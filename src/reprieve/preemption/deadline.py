@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from reprieve.errors import ConfigError
+from reprieve.host import in_pod
 from reprieve.units import parse_duration
 
 _THIRTY = timedelta(seconds=30)
@@ -52,7 +53,7 @@ def resolve_grace_period(given: str | float | timedelta | None = None, env: Mapp
         period = timedelta(seconds=float(text)) if text.isdigit() and int(text) else _THIRTY
         if period.total_seconds() < NO_LIMIT_S:
             known.append(Grace(period, "torchrun kills its workers then"))
-    if "KUBERNETES_SERVICE_HOST" in env:
+    if in_pod(env):
         known.append(Grace(_THIRTY, "Kubernetes' default: set REPRIEVE_GRACE if the pod's differs"))
     if "SLURM_JOB_ID" in env:
         known.append(Grace(_THIRTY, "Slurm's default KillWait: set REPRIEVE_GRACE if it differs"))

@@ -56,15 +56,18 @@ class StopListener:
         self,
         on_stop: Callable[[], None],
         *,
+        on_request: Callable[[], None] = lambda: None,
         grace: Grace,
         signals: Iterable[int | str] = (signal.SIGTERM,),
         kill_wait: timedelta = timedelta(0),
         notices: str | Sequence[str] = "auto",
     ) -> None:
-        """`on_stop`: called once, on the listener's thread, `kill_wait` after the first request."""
+        """Both are called once, on the listener's thread: `on_request` as soon as there is a request, `on_stop`
+        `kill_wait` later."""
         self.grace = grace
         self.signals = tuple(map(signal_number, signals))
         self.stop: StopRequest | None = None
+        self._on_request = on_request
         self._on_stop = on_stop
         self._kill_wait = kill_wait
         self._requests: SimpleQueue[str | None] = SimpleQueue()
@@ -132,6 +135,7 @@ class StopListener:
         if (reason := self._requests.get()) is None:
             return
         log.warning("stop requested: %s. Grace period: %s", reason, self.grace)
+        self._on_request()
         wait = self._kill_wait.total_seconds()
         if wait > 0:
             log.warning("training continues for %g s before saving (kill_wait)", wait)

@@ -8,11 +8,9 @@ import socket
 import sys
 from collections.abc import Mapping
 
+from reprieve.host import in_pod
+
 LOOPBACK = "127.0.0.1"
-
-
-def in_pod(env: Mapping[str, str] = os.environ) -> bool:
-    return bool(env.get("KUBERNETES_SERVICE_HOST"))
 
 
 def addresses(env: Mapping[str, str] = os.environ) -> list[str]:

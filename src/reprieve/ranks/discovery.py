@@ -144,7 +144,10 @@ def _listen_address(host: str) -> str:
 
 
 def _own_address() -> str | None:
-    """Return the address by which others likely reach this host. Connecting UDP sends nothing: it looks up a route."""
+    """Return the address by which others likely reach this host: the pod's, of whichever family. Connecting UDP sends
+    nothing: it looks up a route."""
+    if pod_ip := os.environ.get("POD_IP", "").strip():
+        return pod_ip
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))

@@ -7,6 +7,7 @@ exception, for example from a signal handler, interrupts an exchange, the connec
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import threading
 import time
@@ -18,6 +19,18 @@ from reprieve.errors import RanksError, StoreLost
 MAX_WAIT_S = 86400.0
 """The longest single wait: a socket's timeout must fit into 31 bits of milliseconds."""
 RECONNECT_INTERVAL_S = 0.05
+_CONNECT_TIMEOUT_S = 5.0
+"""Of one try. A host whose network is not up yet may not answer at all."""
+_NOT_YET = (
+    errno.ECONNREFUSED,
+    errno.ECONNRESET,
+    errno.ECONNABORTED,
+    errno.EHOSTUNREACH,
+    errno.EHOSTDOWN,
+    errno.ENETUNREACH,
+    errno.ENETDOWN,
+)
+"""Errors of a connection that may succeed later."""
 
 # A host without power sends nothing. The kernel probes it after 10 s of silence, and gives up 25 s later.
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 5))
@@ -36,7 +49,8 @@ class TcpClient:
         self._deadline = 0.0
 
     def open(self, *, retry: bool) -> None:
-        """Connect now. With `retry`, wait until the limit for a server that does not listen yet."""
+        """Connect now. With `retry`, wait until the limit for a server that cannot be reached yet: the name of a pod
+        exists once it is scheduled, its address answers once its network is up, its port once it listens."""
         with self._exchange(self._limit_s, connect=False):
             self._connect(retry=retry)
 
@@ -118,10 +132,13 @@ class TcpClient:
     def _connect(self, *, retry: bool) -> None:
         while True:
             try:
-                sock = socket.create_connection(self.address, timeout=self._remaining_s())
+                remaining_s = self._remaining_s()
+                timeout_s = min(_CONNECT_TIMEOUT_S, remaining_s) if retry else remaining_s
+                sock = socket.create_connection(self.address, timeout=timeout_s)
                 break
-            except ConnectionRefusedError:
-                if not retry or time.monotonic() + RECONNECT_INTERVAL_S > self._deadline:
+            except OSError as error:
+                is_final = not isinstance(error, socket.gaierror | TimeoutError) and error.errno not in _NOT_YET
+                if not retry or is_final or time.monotonic() + RECONNECT_INTERVAL_S > self._deadline:
                     raise
                 time.sleep(RECONNECT_INTERVAL_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -20,6 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from reprieve import exit_codes
 from reprieve.checkpoint.checkpointer import Checkpointer
 from reprieve.checkpoint.results import Restored, Save
 from reprieve.clock import Clock
@@ -44,6 +45,10 @@ log = logging.getLogger("reprieve")
 
 _EARLY_EXIT_S = 3.0
 """How long an exit may take where there is nothing to save: releasing the folder, reporting."""
+
+_TAKE_OVER = timedelta(seconds=60)
+_TAKE_OVER_MARGIN = timedelta(seconds=10)
+"""From the end of the earlier attempt's grace period until nothing of it is left."""
 
 _open: weakref.WeakValueDictionary[Path, Session] = weakref.WeakValueDictionary()
 
@@ -92,6 +97,7 @@ class Session:
         self._reporter: RunReporter | None = None
         self.stop_listener = StopListener(
             self._on_stop_request,
+            on_request=self._report_stop_request,
             grace=resolve_grace_period(grace_period),
             signals=signals,
             kill_wait=settings.kill_wait,
@@ -104,12 +110,15 @@ class Session:
             self._ranks = ranks = ranks if ranks is not None else Ranks.detect(parse_duration(rank_timeout))
             show_logs(ranks.rank)
             self._reporter = RunReporter(ranks.rank, ranks.world_size, settings, bar=bar)
+            if self.stop_listener.stop is not None:
+                self._report_stop_request()
             self._checkpointer = Checkpointer(
                 self.root,
                 every=settings.every,
                 keep=None if settings.keep == ALL else int(settings.keep),
                 name=settings.name,
-                fresh=settings.fresh,
+                fresh=False if (request := settings.start_over()) is None else request or True,
+                take_over_after=self._take_over_after(),
                 ranks=ranks,
                 disk=disk,
                 clock=clock,
@@ -279,6 +288,12 @@ class Session:
             if self._boundaries is not None:
                 stack.callback(self._boundaries.close)
 
+    def _take_over_after(self) -> timedelta:
+        """How long to wait for an earlier attempt of the run: it may use its whole grace period to save."""
+        if self.settings.take_over is not None:
+            return self.settings.take_over
+        return max(_TAKE_OVER, (self.stop_listener.grace.period or timedelta(0)) + _TAKE_OVER_MARGIN)
+
     def _parts(self) -> Mapping[str, Any]:
         """The training state that a drill compares."""
         parts = self._adapter.drill_parts()
@@ -288,6 +303,13 @@ class Session:
 
     def _report_step(self) -> None:
         self.reporter.step(self._adapter.position())
+
+    def _report_stop_request(self) -> None:
+        """Report the stop to the launcher before the boundary. The loop may not get there: a collective fails because
+        another rank has left already. The job is preempted then, and has not failed."""
+        stop = self.stop_listener.stop
+        if self._reporter is not None and stop is not None:
+            self._reporter.stopping(stop.reason, self._adapter.position().step)
 
     def _on_stop_request(self) -> None:
         stop = self.stop_listener.stop
@@ -317,7 +339,6 @@ class Session:
             if self._checkpointer is not None:
                 self._checkpointer.release()
         if self._reporter is not None:
-            self._reporter.stopping(stop.reason, step)
             self._reporter.stopped(step, saved=step > 0, times={"signal": stop.at, "agreed": time.monotonic()})
         with contextlib.suppress(Exception):  # the script's own handler
             self.stop_listener.call_previous_handler()
@@ -326,10 +347,12 @@ class Session:
     def _on_lost_rank(self, error: RanksError) -> None:
         """The main thread probably waits for a dead rank in a collective, so end the process. If only the store is
         lost and no stop is requested, training continues."""
-        if isinstance(error, RankFailed) and self.stop_listener.stop is None:
+        is_stopping = self.stop_listener.stop is not None
+        if isinstance(error, RankFailed) and not is_stopping:
             self.reporter.failed(error)
-        if isinstance(error, RankFailed) or self.stop_listener.stop is not None:
-            process_exit.schedule(self._exit_wait.total_seconds(), code=1, why=f"{error};")
+        if isinstance(error, RankFailed) or is_stopping:
+            code = exit_codes.PREEMPTED if is_stopping else exit_codes.NOT_FINISHED
+            process_exit.schedule(self._exit_wait.total_seconds(), code=code, why=f"{error};")
 
     def _close_earlier(self) -> None:
         """Close an earlier session on the same folder: in a notebook a cell may run twice."""

@@ -39,6 +39,8 @@ class Options:
     """Ignores SIGTERM, in the whole process."""
     slow: int | None = None
     """Bytes a second that its disk writes."""
+    desert: bool = False
+    """The last rank leaves in the middle of a step once a stop is requested, and the others wait for it."""
     children: bool = False
     """Starts a process that starts a process, and forgets both."""
 
@@ -71,6 +73,10 @@ def main(options: Options) -> None:
     ) as run:
         for _ in run.epochs(steps=options.steps):
             for (batch,) in run.batches(loader):
+                if options.desert and rank == ranks - 1:
+                    time.sleep(options.step_s)  # the others wait in the collective
+                    if run._session.stop_listener.stop is not None:
+                        os._exit(1)
                 loss = _step(model, optimizer, batch, run.steps + 1, options)
                 run.step(loss=loss)
                 seen.write(json.dumps([run.steps, loss.item()]) + "\n")

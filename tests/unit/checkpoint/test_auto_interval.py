@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from reprieve import Checkpointer
 from reprieve.checkpoint.auto_interval import FIRST, AutoInterval, best_interval
+from reprieve.checkpoint.folder import attempts
+from reprieve.checkpoint.folder.attempts import AttemptRecord
 from reprieve.checkpoint.schedule import Schedule
-from reprieve.launcher_protocol import INTERRUPTIONS
-from tests.support.helpers import FakeClock
+from reprieve.run_state import RunState
+from reprieve.storage.disk import Disk
+from tests.support.helpers import FakeClock, small_model
 
 DAY_S = 86400.0
-GARBAGE = ["", "x", "3", "3/", "/7200", "3/often", "3.5/7200"]
 
 
 @pytest.mark.parametrize("part", np.geomspace(1e-4, 0.3, 12))
@@ -39,17 +44,16 @@ def test_a_save_that_takes_longer_than_what_is_between_two_interruptions() -> No
 # As a schedule
 
 
-def interval_after(cost_s: float, clock: FakeClock, *, trained_s: float = 60.0) -> float:
+def interval_after(
+    cost_s: float, clock: FakeClock, *, trained_s: float = 60.0, attempts: Sequence[AttemptRecord] = ()
+) -> float:
     schedule = Schedule.of("auto", clock)
+    assert schedule.auto is not None
+    schedule.auto.learn(attempts, clock.time())
     clock.advance(trained_s)
     schedule.saved(1, timedelta(seconds=cost_s))
     assert schedule.interval is not None
     return schedule.interval.total_seconds()
-
-
-@pytest.fixture(autouse=True)
-def _not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(INTERRUPTIONS, raising=False)
 
 
 def test_the_first_save_comes_after_a_minute(clock: FakeClock) -> None:
@@ -89,18 +93,21 @@ def test_a_dearer_save_is_made_less_often(clock: FakeClock) -> None:
     assert found[0] < found[-1] / 10
 
 
-def test_it_follows_the_interruptions_that_the_launcher_knows(
-    clock: FakeClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(INTERRUPTIONS, "23/7200")
-    assert interval_after(2.0, clock) == pytest.approx(best_interval(2.0, (DAY_S + 7200 + 60) / 24), abs=1e-6)
-    monkeypatch.setenv(INTERRUPTIONS, "0/864000")
-    assert interval_after(2.0, clock) == pytest.approx(best_interval(2.0, DAY_S + 864_000 + 60), abs=1e-6)
+def test_it_follows_the_interruptions_of_earlier_attempts(clock: FakeClock) -> None:
+    killed = [AttemptRecord(0.0, training=0.0, ended=7200 / 23, cause=RunState.LOST)] * 23
+    found = interval_after(2.0, clock, attempts=killed)
+    assert found == pytest.approx(best_interval(2.0, (DAY_S + 7200 + 60) / 24), abs=1e-6)
+    preempted = [AttemptRecord(0.0, training=0.0, ended=864_000.0, cause=RunState.PREEMPTED)]
+    found = interval_after(2.0, clock, attempts=preempted)
+    assert found == pytest.approx(best_interval(2.0, DAY_S + 864_000 + 60), abs=1e-6)
 
 
-@pytest.mark.parametrize("text", GARBAGE)
-def test_what_is_not_understood_is_as_nothing(text: str) -> None:
-    assert AutoInterval.of_environment({INTERRUPTIONS: text}) == AutoInterval()
+def test_a_checkpointer_reads_the_attempts_in_its_folder(tmp_path: Path) -> None:
+    (tmp_path / ".reprieve").mkdir()
+    crashed = AttemptRecord(0.0, training=10.0, ended=110.0, cause=RunState.FAILED)
+    attempts.write(Disk(), tmp_path, [crashed, crashed])
+    with Checkpointer(tmp_path, every="auto", model=small_model()) as checkpointer:
+        assert checkpointer.schedule.auto == AutoInterval(2, 200.0)
 
 
 def test_between_a_second_and_an_hour(clock: FakeClock) -> None:
@@ -115,7 +122,7 @@ def lost_with_auto(times: np.ndarray, cost_s: float) -> float:
     """Each start knows how often the run was interrupted before, but not what a save costs."""
     trained = kept = 0.0
     for count, until in enumerate(times.tolist()):
-        auto, at = AutoInterval.of_environment({INTERRUPTIONS: f"{count}/{trained:.0f}"}), 0.0
+        auto, at = AutoInterval(count, trained), 0.0
         while at + (work := auto.interval(at).total_seconds()) + cost_s <= until:
             at += work + cost_s
             kept += work

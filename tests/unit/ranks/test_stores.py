@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -313,6 +315,37 @@ def test_a_server_that_is_not_there_yet_is_waited_for() -> None:
         serving = TorchStore.serve(port=port)
         early.result(20).set("key", b"value")
     assert serving.get("key") == b"value"
+
+
+def test_a_server_whose_name_and_network_are_not_there_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pod's name exists once it is scheduled, its address answers once its network is up."""
+    import socket
+
+    not_yet = [
+        socket.gaierror(socket.EAI_NONAME, "Name or service not known"),
+        socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"),
+        OSError(errno.EHOSTUNREACH, "No route to host"),
+        OSError(errno.ENETUNREACH, "Network is unreachable"),
+        TimeoutError("timed out"),
+    ]
+    serving, connect = TorchStore.serve(), socket.create_connection
+
+    def fails_first(*args: Any, **options: Any) -> socket.socket:
+        if not_yet:
+            raise not_yet.pop(0)
+        return connect(*args, **options)
+
+    monkeypatch.setattr(socket, "create_connection", fails_first)
+    TorchStore(serving.host, serving.port, limit=timedelta(seconds=20)).set("key", b"value")
+    assert not not_yet
+    assert serving.get("key") == b"value"
+
+
+def test_an_unknown_name_is_reported_after_the_limit() -> None:
+    begun = time.monotonic()
+    with pytest.raises(StoreLost, match=r"store at no-such-host.invalid:1 .* is lost: "):
+        TorchStore("no-such-host.invalid", 1, limit=timedelta(seconds=1))
+    assert 0.5 < time.monotonic() - begun < 20
 
 
 def test_something_else_that_listens_is_no_store() -> None:

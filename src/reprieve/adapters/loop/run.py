@@ -83,7 +83,7 @@ class Run:
         signals: Iterable[int | str] = (signal.SIGTERM,),
         notices: str | Sequence[str] = "auto",
         exit_wait: str | float | timedelta = "5s",
-        take_over_after: str | float | timedelta = "60s",
+        take_over_after: str | float | timedelta | None = None,
         rank_timeout: str | float | timedelta = LIMIT,
         ranks: Ranks | None = None,
         disk: Disk | None = None,
@@ -92,7 +92,7 @@ class Run:
     ) -> None:
         given = {"checkpoints": uri and os.fspath(uri), "every": every, "keep": keep, "name": name, "fresh": fresh}
         with reporting_startup_errors():
-            settings = resolve({**given, "kill_wait": kill_wait}, options=False)
+            settings = resolve({**given, "kill_wait": kill_wait, "take_over": take_over_after}, options=False)
             if settings.checkpoints is None:
                 raise ConfigError("no folder for checkpoints: pass one, Run('checkpoints', …), or set CHECKPOINT_URI")
         self._generators = {name: value for name, value in state.items() if isinstance(value, torch.Generator)}
@@ -116,7 +116,6 @@ class Run:
             keep_every=keep_every,
             best=best,
             strict=strict,
-            take_over_after=take_over_after,
         )
         try:
             self._counter.world_size = session.ranks.world_size

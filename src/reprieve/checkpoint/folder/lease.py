@@ -1,15 +1,20 @@
 """The lease of a checkpoint folder: the right of one attempt of one run to write to it.
 
-`.reprieve/owner.json` names run, attempt, host and process. Its modification time is the heartbeat. A lock beside it
-tells processes on the same host at once whether its holder is alive. A start reads the record and decides:
+`.reprieve/owner.json` names run, attempt, host and process. Its modification time is the heartbeat. A start reads the
+record and decides:
 
     no record, released, or dead      take over, attempt + 1
     the same run, still alive         wait (a pod that is still terminating), then fence it: attempt + 1
     another run, still alive          FolderInUse, by name
 
+In a pod, the run's name identifies a job of the cluster: a new job continues the run that a dead one left in the
+folder. A pod without a name waits for a live holder as for its own job, then FolderInUse: it may be another one.
+
+A lock beside the record tells at once whether a holder in the same PID namespace is alive. Elsewhere its heartbeat
+decides, by moving, so clocks need not agree: pods of one node may have separate mounts, which do not share locks.
+
 An attempt that was fenced finds out before it commits: the check and the rename happen under a second lock, which a
-take-over takes, too. Whether a holder on another host is alive is decided by watching its heartbeat move, so clocks
-need not agree.
+take-over takes, too.
 """
 
 from __future__ import annotations
@@ -26,21 +31,21 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
 
 from reprieve.checkpoint.folder.paths import LEASE_FOLDER
 from reprieve.clock import Clock
 from reprieve.errors import Fenced, FolderInUse, OwnershipError, StorageError
-from reprieve.host import boot_id
+from reprieve.host import boot_id, in_pod, pid_namespace
 from reprieve.storage.disk import Disk
 
 log = logging.getLogger("reprieve")
 
 HEARTBEAT = timedelta(seconds=5)
 _DEAD_AFTER = 3 * HEARTBEAT
-"""A holder on another host without a heartbeat for this long is dead."""
+"""A holder on another host or in another pod without a heartbeat for this long is dead."""
 _COMMIT_WAIT = timedelta(seconds=30)
 _POLL_S = 0.1
 
@@ -56,6 +61,28 @@ class LeaseRecord:
     pid: int
     started: float
     released: bool = False
+    pid_namespace: str = ""
+    """Records before this field have none: then only the heartbeat shows whether the holder is alive."""
+    job: str = ""
+    """In a pod: the name by which its job was started (`REPRIEVE_RUN`). `run` is the one that the folder has."""
+    started_over: str = ""
+    """The last request to start over that was carried out (`FolderStartup`)."""
+
+    @classmethod
+    def from_json(cls, data: bytes) -> LeaseRecord:
+        """Fields that it does not know are ignored."""
+        content = json.loads(data)
+        return cls(**{entry.name: content[entry.name] for entry in fields(cls) if entry.name in content})
+
+    @property
+    def holder(self) -> tuple[object, ...]:
+        """What no two holders of a lease share, also where two took it at the same moment for want of locks."""
+        return self.run, self.attempt, self.host, self.pid, self.started
+
+    @property
+    def shares_locks(self) -> bool:
+        """Whether the holder's locks are reliable here: it runs, or ran, in this process's PID namespace."""
+        return (self.boot, self.pid_namespace) == (boot_id(), pid_namespace())
 
     def __str__(self) -> str:
         return f"run {self.run!r}, attempt {self.attempt} (process {self.pid} on {self.host})"
@@ -81,7 +108,7 @@ class LeaseView:
         current = read_record(self._folder)
         if current is None and not self._folder.is_dir():
             raise StorageError(errno.ENOENT, f"{self._folder.parent} is gone: check that it is still mounted")
-        if current is None or (current.run, current.attempt) != (self.run, self.attempt):
+        if current is None or current.holder != self.record.holder:
             by = current if current is not None else "a process that removed the lease record"
             raise Fenced(
                 f"{self._folder.parent} now belongs to {by}; this is {self.record} and must not write any more. "
@@ -110,6 +137,12 @@ class FolderLease(LeaseView):
             self.check()
             yield
 
+    def mark_started_over(self, request: str) -> None:
+        """Record that this request to start over was carried out."""
+        with self.committing():
+            self.record = replace(self.record, started_over=request)
+            _write_record(self._disk, self._folder, self.record)
+
     def release(self) -> None:
         """Release the lease, so that the next start need not wait for a heartbeat."""
         if self._stop.is_set():
@@ -119,9 +152,8 @@ class FolderLease(LeaseView):
         try:
             # If the record cannot be written (the commit lock is held), the next start still finds the lock free.
             with contextlib.suppress(OwnershipError, OSError), self.committing():
-                released = LeaseRecord(**{**asdict(self.record), "released": True})
                 # Not flushed: if it is lost, the next start finds the lock free, or no heartbeat.
-                _write_record(self._disk, self._folder, released, flush_folder=False)
+                _write_record(self._disk, self._folder, replace(self.record, released=True), flush_folder=False)
         finally:
             self._unlock()
 
@@ -147,7 +179,8 @@ class FolderLease(LeaseView):
 
 
 def acquire(disk: Disk, root: Path, run: str | None, *, wait: timedelta, clock: Clock) -> FolderLease:
-    """Take the lease of `root`. Without a `run`, continue the run of a dead holder and refuse that of a live one."""
+    """Take the lease of `root`. Without a `run`, continue the run of a dead holder, and refuse to take over from a live
+    one. `wait`: how long to wait for a live one that may be an earlier attempt of the same run."""
     folder = root / LEASE_FOLDER
     if not folder.is_dir():
         with contextlib.suppress(FileExistsError):
@@ -158,26 +191,45 @@ def acquire(disk: Disk, root: Path, run: str | None, *, wait: timedelta, clock: 
     while True:
         lock = _try_lock(folder / "owner.lock")
         record = read_record(folder)
-        if lock is not None and (record is None or record.released or not _alive(folder, record, clock)):
+        if record is None or record.released:
+            is_free = lock is not None
+        elif record.shares_locks and folder not in _without_locks:
+            is_free = lock is not None  # a lock in the same PID namespace is never wrong
+        else:
+            is_free = not _heartbeat_moves(folder, record, clock)
+        if is_free:
             return _take_over(disk, folder, record, run, lock, clock)
         if lock is not None:
             _unlock(lock)
-        if record is not None and (run is None or record.run != run):
-            raise FolderInUse(
-                f"{root} is in use by {record}. Use another folder, stop that run first, or, if this is the same "
-                f"run, start it with name={record.run!r}"
-            )
+        if record is not None and not record.released and not _may_be_same_run(record, run):
+            raise FolderInUse(_in_use(root, record))
         if clock.monotonic() >= give_up_at:
             if record is None:
                 raise FolderInUse(
                     f"another process is taking the lease of {root}, and has not written its record yet. Start again"
                 )
+            if run is None:
+                raise FolderInUse(f"{_in_use(root, record)}. It did not end within {wait}")
             log.warning("%s did not end within %s: taking over from it", record, wait)
             return _take_over(disk, folder, record, run, None, clock)
         if not logged:
             log.warning("%s still uses %s: waiting up to %s for it to end", record or "another process", root, wait)
             logged = True
         clock.sleep(_POLL_S)
+
+
+def _may_be_same_run(record: LeaseRecord, run: str | None) -> bool:
+    if in_pod():
+        return run is None or run == (record.job or record.run)
+    return record.run == run
+
+
+def _in_use(root: Path, record: LeaseRecord) -> str:
+    if in_pod():
+        same_run = "give all pods of the run the same REPRIEVE_RUN, as the runtime reprieve-torch does"
+    else:
+        same_run = f"if this is the same run, start it with name={record.run!r}"
+    return f"{root} is in use by {record}. Use another folder, stop that run first, or, {same_run}"
 
 
 def join(root: Path, record: LeaseRecord, *, rank: int, wait: timedelta, clock: Clock) -> LeaseView:
@@ -199,7 +251,7 @@ def join(root: Path, record: LeaseRecord, *, rank: int, wait: timedelta, clock: 
 def read_record(folder: Path) -> LeaseRecord | None:
     """The lease record in `folder`; None if there is none that can be read."""
     try:
-        return LeaseRecord(**json.loads((folder / "owner.json").read_bytes()))
+        return LeaseRecord.from_json((folder / "owner.json").read_bytes())
     except FileNotFoundError:
         return None
     except (ValueError, TypeError) as error:
@@ -210,13 +262,17 @@ def read_record(folder: Path) -> LeaseRecord | None:
 def _take_over(
     disk: Disk, folder: Path, old: LeaseRecord | None, run: str | None, lock: int | None, clock: Clock
 ) -> FolderLease:
+    run_here = old.run if old is not None and (run is None or in_pod()) else run
     record = LeaseRecord(
-        run=run or (old.run if old else uuid.uuid4().hex[:12]),
+        run=run_here or uuid.uuid4().hex[:12],
         attempt=old.attempt + 1 if old else 1,
         host=socket.gethostname(),
         boot=boot_id(),
+        pid_namespace=pid_namespace(),
         pid=os.getpid(),
         started=clock.time(),
+        job=run or "" if in_pod() else "",
+        started_over=old.started_over if old else "",
     )
     try:
         with _commit_lock(folder):
@@ -230,13 +286,13 @@ def _take_over(
         if lock is not None:
             _unlock(lock)
         raise
+    if old is not None and old.job != record.job:
+        log.warning("continuing run %r in %s, which %s held before", record.run, folder.parent, old)
     return FolderLease(disk, folder, record, lock)
 
 
-def _alive(folder: Path, record: LeaseRecord, clock: Clock) -> bool:
-    """Whether the holder is alive although its lock is free: locks may not reach another host."""
-    if record.boot == boot_id() and folder not in _without_locks:
-        return False  # locks on the same host are never wrong
+def _heartbeat_moves(folder: Path, record: LeaseRecord, clock: Clock) -> bool:
+    """Whether the holder is alive, which its lock does not tell: locks may not reach another host or pod."""
     log.info("%s may still be alive: watching its heartbeat for %s", record, _DEAD_AFTER)
     seen = _heartbeat(folder)
     end = clock.monotonic() + _DEAD_AFTER.total_seconds()
@@ -249,7 +305,9 @@ def _alive(folder: Path, record: LeaseRecord, clock: Clock) -> bool:
 
 def _heartbeat(folder: Path) -> int:
     try:
-        return (folder / "owner.json").stat().st_mtime_ns
+        # Opening asks the server. NFS answers `stat` of a path from a cache that may be a minute old.
+        with (folder / "owner.json").open("rb") as file:
+            return os.fstat(file.fileno()).st_mtime_ns
     except FileNotFoundError:
         return 0
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from reprieve.checkpoint.folder import commit, paths
 from reprieve.checkpoint.folder.catalog import list_checkpoints
-from reprieve.checkpoint.folder.lease import LeaseRecord, LeaseView, acquire, join
+from reprieve.checkpoint.folder.lease import FolderLease, LeaseRecord, LeaseView, acquire, join
 from reprieve.checkpoint.folder.pruning import Pruner
 from reprieve.checkpoint.folder.storage_errors import explained
 from reprieve.checkpoint.format.manifest import SENTINEL
@@ -35,8 +35,11 @@ _VISIBLE_WITHIN = timedelta(seconds=30)
 class FolderStartup:
     """One rank's part in the start of an attempt."""
 
-    def __init__(self, disk: Disk, root: Path, ranks: Ranks, pruner: Pruner, clock: Clock, *, start_over: bool) -> None:
-        """`start_over`: move the checkpoints that are there to a folder beside them."""
+    def __init__(
+        self, disk: Disk, root: Path, ranks: Ranks, pruner: Pruner, clock: Clock, *, start_over: str | None
+    ) -> None:
+        """`start_over`: a request to move the checkpoints that are there to a folder beside them. A request with an id
+        is carried out once; one without (an empty text) at every start. None: no request."""
         self._disk = disk
         self._root = root
         self._ranks = ranks
@@ -70,12 +73,21 @@ class FolderStartup:
             return {}
         with explained(self._root):
             make_root(self._disk, self._root)
-            self._lease = acquire(self._disk, self._root, run, wait=wait, clock=self._clock)
+            lease = self._lease = acquire(self._disk, self._root, run, wait=wait, clock=self._clock)
             clean_up(self._disk, self._root)
-            if self._start_over:
-                move_to_previous(self._disk, self._root)
-            self._pruner.inspect_folder(self._lease.run, needed)
-            return asdict(self._lease.record)
+            if self._start_over is not None:
+                self._move_old_checkpoints(lease, self._start_over)
+            self._pruner.inspect_folder(lease.run, needed)
+            return asdict(lease.record)
+
+    def _move_old_checkpoints(self, lease: FolderLease, request: str) -> None:
+        if request and lease.record.started_over == request:
+            log.info("run %r has started over before, and resumes its own checkpoints now", lease.run)
+            return
+        move_to_previous(self._disk, self._root)
+        if request:
+            # After the move: if the process dies in between, the next start finds nothing to move.
+            lease.mark_started_over(request)
 
     def _join(self, record: Mapping[str, Any], wait: timedelta) -> None:
         if self._lease is None:

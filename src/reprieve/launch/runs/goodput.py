@@ -13,28 +13,10 @@ from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from typing import Any
 
+from reprieve.checkpoint.folder.attempts import AttemptRecord
 from reprieve.run_state import RunState
 
 FIRST_START = "first start"
-
-
-@dataclass(slots=True)
-class AttemptRecord:
-    """One start of the command."""
-
-    launched: float
-    training: float | None = None
-    """When the first step was completed."""
-    kept_until: float | None = None
-    """The training up to this moment is in a checkpoint."""
-    ended: float | None = None
-    cause: str = RunState.RUNNING
-    """The run state that ended it; `RunState.RUNNING`: none did."""
-    from_step: int | None = None
-    to_step: int | None = None
-
-    def end(self, at: float, cause: str) -> None:
-        self.ended, self.cause = at, cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +70,3 @@ def time_spent(attempts: Sequence[AttemptRecord], now: float) -> TimeSpent:
     if previous_cause not in (RunState.FINISHED, RunState.RUNNING):
         spend_until(now, previous_cause)
     return TimeSpent(at - begin, trained, lost)
-
-
-def losses(attempts: Sequence[AttemptRecord], causes: Sequence[str], now: float) -> tuple[int, float]:
-    """Return how often work was lost to these causes, and in how many seconds of training."""
-    count = sum(attempt.cause in causes for attempt in attempts)
-    training = sum(
-        max(0.0, (attempt.ended or now) - attempt.training) for attempt in attempts if attempt.training is not None
-    )
-    return count, training

@@ -55,9 +55,9 @@ def decide_outcome(result: AttemptResult) -> Outcome:
         message = f"no step in {result.hung_s:.0f} s: the job hung after step {status.step} and was ended"
         return Outcome(RunState.HUNG, exit_codes.as_shell(-signal.SIGKILL), message, can_retry=True)
     if status.refused is not None:
-        return _permanent_failure(status.refused)
+        return permanent_failure(status.refused)
     if result.code == exit_codes.PERMANENT_FAILURE:
-        return _permanent_failure("see its output above")
+        return permanent_failure("see its output above")
     if exit_codes.is_sigterm(result.code):
         # SIGTERM was sent to the command, and not to the launcher.
         return _stopped(replace(result, stop="SIGTERM"))
@@ -74,7 +74,7 @@ def decide_outcome(result: AttemptResult) -> Outcome:
     return Outcome(RunState.FAILED, exit_codes.as_shell(result.code), _how_it_failed(result), can_retry=True)
 
 
-def _permanent_failure(reason: str) -> Outcome:
+def permanent_failure(reason: str) -> Outcome:
     message = f"permanent failure, restarting will not help: {reason}"
     return Outcome(RunState.FAILED, exit_codes.PERMANENT_FAILURE, message)
 

@@ -1,14 +1,20 @@
-"""Decides whether and when to restart a run that failed."""
+"""Decides whether and when to restart a run that failed, and whether to start one that others restart."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from reprieve.checkpoint.folder.attempts import AttemptRecord
+from reprieve.run_state import RunState
 
 _MIN_DELAY_S = 1.0
 _MAX_DELAY_S = 60.0
 _MAX_WITHOUT_PROGRESS = 3
 """After this many attempts in a row that end at the same step, the next would, too."""
+_MAX_STARTS_WITHOUT_PROGRESS = 5
+"""The same for starts by a cluster. More, because they may also fail for reasons of the cluster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +29,28 @@ class GiveUp:
     """Do not restart the run."""
 
     reason: str
+
+
+def find_endless_restarts(attempts: Sequence[AttemptRecord], run: str) -> str | None:
+    """Return why a further start of this run would not help; None: it may.
+
+    A cluster restarts preempted jobs without limit. If one node crashes again and again, and others report that they
+    were stopped by it, the cluster may take each crash for a preemption.
+    """
+    furthest, in_a_row = 0, 0
+    for attempt in attempts:
+        if attempt.run != run:
+            continue
+        if (saved := attempt.saved_step or 0) > furthest:
+            furthest, in_a_row = saved, 0
+        if attempt.cause in (RunState.FAILED, RunState.HUNG):
+            in_a_row += 1
+    if in_a_row < _MAX_STARTS_WITHOUT_PROGRESS:
+        return None
+    return (
+        f"no progress: {in_a_row} starts of run {run!r} in a row failed, and none saved a step after {furthest}. See "
+        "the logs of its earlier pods, fix the cause and submit a new job; it resumes from the newest checkpoint"
+    )
 
 
 class RestartPolicy:

@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from reprieve.checkpoint.folder.attempts import AttemptRecord
 from reprieve.errors import ConfigError
 from reprieve.host import boot_id
 from reprieve.launch.process import start_time
-from reprieve.launch.runs.goodput import AttemptRecord
 from reprieve.run_state import RunState
 from reprieve.storage.disk import Disk
 
@@ -94,7 +94,7 @@ class RunRecord:
             )
         record = cls(**_known_fields(cls, content))
         record.state = RunState(record.state)
-        record.attempts = [AttemptRecord(**_known_fields(AttemptRecord, attempt)) for attempt in content["attempts"]]
+        record.attempts = [AttemptRecord.from_json(attempt) for attempt in content["attempts"]]
         return record
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from reprieve.progress.pod import addresses, in_pod
+from reprieve.host import in_pod
+from reprieve.progress.pod import addresses
 from reprieve.progress.sinks import termination_log
 from reprieve.progress.sinks.base import Sink
 from reprieve.progress.sinks.file import FileSink

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from reprieve.checkpoint.folder.catalog import list_checkpoints
 from reprieve.checkpoint.folder.lease import FolderLease, LeaseRecord, acquire, read_record
 from reprieve.checkpoint.folder.verify import verify
 from reprieve.checkpoint.format.manifest import SENTINEL
-from reprieve.host import boot_id
+from reprieve.host import boot_id, pid_namespace
 from reprieve.storage.disk import Disk, OpenFile
 from tests.support.helpers import FakeClock, manifest, pool, small_model
 
@@ -123,9 +123,96 @@ def test_on_another_machine_silence_is_death(tmp_path: Path, clock: FakeClock) -
 
 
 def test_on_this_machine_a_free_lock_is_death_at_once(tmp_path: Path, clock: FakeClock) -> None:
-    leave_record(tmp_path, boot=boot_id())
+    leave_record(tmp_path, boot=boot_id(), pid_namespace=pid_namespace())
     take(tmp_path, clock=clock).release()
     assert clock.slept == 0
+
+
+def test_in_another_pod_of_the_node_a_free_lock_means_nothing(tmp_path: Path, clock: FakeClock) -> None:
+    """Pods of a node share the boot id; mounts of their own (FUSE, CSI) do not share locks."""
+    leave_record(tmp_path, boot=boot_id(), pid_namespace="pid:[1]")
+    record = tmp_path / ".reprieve/owner.json"
+    clock.on_sleep = lambda: os.utime(record, (clock.now, clock.now // 5 * 5))
+    with pytest.raises(FolderInUse, match="process 1 on elsewhere"):
+        take(tmp_path, "another", clock=clock)
+    clock.on_sleep = lambda: None
+    take(tmp_path, "another", clock=clock).release()
+
+
+def test_in_another_pod_a_held_lock_without_a_heartbeat_is_death(tmp_path: Path, clock: FakeClock) -> None:
+    """A server may keep the locks of a client that is gone."""
+    leave_record(tmp_path, boot=boot_id(), pid_namespace="pid:[1]")
+    with (tmp_path / ".reprieve/owner.lock").open("w") as stale:
+        fcntl.flock(stale, fcntl.LOCK_EX)
+        held_lease = take(tmp_path, "another", clock=clock)
+        assert 15 <= clock.slept < 16
+        held_lease.check()
+    held_lease.release()
+
+
+def test_in_a_pod_without_a_name_a_live_one_may_be_the_same_run(
+    tmp_path: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replacement pod starts while its predecessor still saves."""
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
+    first = take(tmp_path, "r")
+
+    def ends_after_20_s() -> None:
+        if clock.slept > 20:
+            first.release()
+
+    clock.on_sleep = ends_after_20_s
+    second = take(tmp_path, clock=clock)
+    assert (second.run, second.attempt) == ("r", 2)
+    assert 20 < clock.slept < 21
+    clock.on_sleep = lambda: None
+    with pytest.raises(FolderInUse, match=r"in use by run 'r', attempt 2 .*REPRIEVE_RUN.*did not end within 0:01:00"):
+        take(tmp_path, clock=clock)
+    second.check()
+    clock.slept = 0
+    with pytest.raises(FolderInUse, match="in use by run 'r'"):
+        take(tmp_path, "other", clock=clock)
+    assert clock.slept == 0, "a run with another name is not the same"
+    second.release()
+
+
+def test_a_new_job_continues_the_run_that_a_dead_one_left(
+    tmp_path: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The name is the job's uid there, which another job does not have."""
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
+    first = take(tmp_path, "uid-1")
+    with pytest.raises(FolderInUse, match="in use by run 'uid-1'"):
+        take(tmp_path, "uid-2", clock=clock)
+    first.release()
+    second = take(tmp_path, "uid-2", clock=clock)
+    assert (second.run, second.record.job) == ("uid-1", "uid-2")
+    assert "continuing run 'uid-1'" in caplog.text
+    with pytest.raises(FolderInUse, match="in use by run 'uid-1', attempt 2"):
+        take(tmp_path, "uid-3", clock=clock)
+    assert clock.slept == 0
+    third = take(tmp_path, "uid-2", clock=clock)
+    assert 59 < clock.slept < 62, "a pod of the same job waits, and fences in the end"
+    with pytest.raises(Fenced):
+        second.check()
+    third.release()
+
+
+def test_two_that_took_over_at_the_same_moment_without_locks(tmp_path: Path) -> None:
+    """Both wrote the same attempt. The one whose record was replaced finds out before it commits."""
+    first = take(tmp_path, "r")
+    other = replace(first.record, host="another-pod", started=first.record.started + 1)
+    (tmp_path / ".reprieve/owner.json").write_text(json.dumps(asdict(other)))
+    with pytest.raises(Fenced, match="on another-pod"):
+        first.check()
+    first.release()
+
+
+def test_a_record_of_a_newer_version_is_understood(tmp_path: Path, clock: FakeClock) -> None:
+    leave_record(tmp_path, released=True, colour="red")
+    held_lease = take(tmp_path, "r", clock=clock)
+    assert held_lease.attempt == 5
+    held_lease.release()
 
 
 def test_the_same_host_name_is_not_the_same_machine(tmp_path: Path, clock: FakeClock) -> None:

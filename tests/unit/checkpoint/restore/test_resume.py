@@ -21,6 +21,7 @@ from torch import nn
 
 from reprieve import Checkpointer, InvalidCheckpoint, NoValidCheckpoint, StorageError, StorageFull
 from reprieve.checkpoint.folder.catalog import inspect_checkpoint, list_checkpoints
+from reprieve.checkpoint.folder.lease import FolderLease
 from reprieve.checkpoint.folder.verify import verify
 from reprieve.checkpoint.format.checksum import digest_of
 from reprieve.checkpoint.format.manifest import MANIFEST, SENTINEL, read_manifest
@@ -148,6 +149,34 @@ def test_fresh_moves_everything_and_starts_over(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "previous-1").iterdir()) == ["checkpoint-1", "checkpoint-2"]
     verify(tmp_path / "previous-1/checkpoint-2", pool)
     assert [path.name for path in (tmp_path / "previous-2").iterdir()] == ["checkpoint-3"]
+
+
+def test_a_request_to_start_over_with_an_id_is_carried_out_once(tmp_path: Path) -> None:
+    """A pod that is preempted and comes back must not lose what it trained since."""
+    run_with(tmp_path, 1, 2, run="old")
+    assert resumed(tmp_path, "uid", fresh="uid") == (0, None)
+    assert resumed(tmp_path, "uid", fresh="uid") == (0, None), "nothing saved yet"
+    run_with(tmp_path, 3, run="uid")
+    assert resumed(tmp_path, "uid", fresh="uid")[0] == 3
+    assert sorted(path.name for path in (tmp_path / "previous-1").iterdir()) == ["checkpoint-1", "checkpoint-2"]
+    assert resumed(tmp_path, "another", fresh="another") == (0, None)
+    assert [path.name for path in (tmp_path / "previous-2").iterdir()] == ["checkpoint-3"]
+
+
+def test_a_start_over_that_is_killed_between_its_steps_is_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_with(tmp_path, 1, run="old")
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(FolderLease, "mark_started_over", killed)
+        resumed(tmp_path, "uid", fresh="uid")
+    assert resumed(tmp_path, "uid", fresh="uid") == (0, None)
+    run_with(tmp_path, 3, run="uid")
+    assert resumed(tmp_path, "uid", fresh="uid")[0] == 3
 
 
 def test_leftovers_of_a_dead_attempt_go(tmp_path: Path) -> None:

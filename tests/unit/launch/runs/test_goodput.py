@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reprieve.launch.runs.goodput import FIRST_START, AttemptRecord, TimeSpent, losses, time_spent
+from reprieve.checkpoint.folder.attempts import AttemptRecord, losses
+from reprieve.launch.runs.goodput import FIRST_START, TimeSpent, time_spent
 from reprieve.run_state import RunState
 
 START = 1_700_000_000.0

@@ -6,7 +6,9 @@ import random
 
 import pytest
 
-from reprieve.launch.runs.restart_policy import GiveUp, RestartPolicy, Retry
+from reprieve.checkpoint.folder.attempts import AttemptRecord
+from reprieve.launch.runs.restart_policy import GiveUp, RestartPolicy, Retry, find_endless_restarts
+from reprieve.run_state import RunState
 
 JITTER = 0.25
 LONGEST_S = 60.0
@@ -90,3 +92,39 @@ def test_attempts_that_did_not_say_how_far_they_got_are_not_stuck() -> None:
 def test_no_step_is_not_progress() -> None:
     for wait, middle in zip(waits(failures([5, None, None])), [1, 2, 4], strict=True):
         assert middle * (1 - JITTER) <= wait <= middle * (1 + JITTER)
+
+
+# Restarts by a cluster
+
+
+def ended(cause: RunState, saved_step: int | None = None, run: str = "uid") -> AttemptRecord:
+    return AttemptRecord(0.0, ended=1.0, cause=cause, saved_step=saved_step, run=run)
+
+
+def test_a_cluster_that_restarts_without_progress_is_stopped_after_five_failures() -> None:
+    attempts = [ended(RunState.FAILED, 10)] * 4
+    assert find_endless_restarts(attempts, "uid") is None
+    reason = find_endless_restarts([*attempts, ended(RunState.HUNG, 10)], "uid")
+    assert reason is not None
+    assert "5 starts of run 'uid' in a row failed, and none saved a step after 10" in reason
+
+
+def test_failures_before_the_first_checkpoint_count() -> None:
+    assert find_endless_restarts([ended(RunState.FAILED)] * 5, "uid") is not None
+
+
+@pytest.mark.parametrize("cause", [RunState.PREEMPTED, RunState.LOST, RunState.PAUSED])
+def test_preemptions_never_count(cause: RunState) -> None:
+    """Also not those without notice, which look like a killed launcher."""
+    assert find_endless_restarts([ended(cause, 10)] * 50, "uid") is None
+
+
+def test_a_step_that_was_saved_is_progress() -> None:
+    attempts = [ended(RunState.FAILED, step) for step in range(1, 30)]
+    assert find_endless_restarts(attempts, "uid") is None
+    assert find_endless_restarts([*attempts, *[ended(RunState.FAILED, 29)] * 3], "uid") is None
+    assert find_endless_restarts([*attempts, *[ended(RunState.FAILED, 29)] * 4], "uid") is not None
+
+
+def test_a_new_job_on_the_same_folder_is_not_blamed_for_an_old_one() -> None:
+    assert find_endless_restarts([ended(RunState.FAILED, run="old")] * 9, "uid") is None

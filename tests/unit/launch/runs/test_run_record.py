@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from reprieve.checkpoint.folder.attempts import AttemptRecord
 from reprieve.errors import ConfigError
 from reprieve.host import boot_id
 from reprieve.launch.process import start_time
-from reprieve.launch.runs.goodput import AttemptRecord
 from reprieve.launch.runs.run_record import (
     VERSION,
     RunFolder,
