@@ -14,6 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo picture lint format test test-fast test-torch test-transformers test-datasets bench soak clean
+.PHONY: cluster-build cluster-up cluster-down test-cluster test-cluster-full
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/' | expand -t 26
@@ -79,6 +80,25 @@ test-datasets: $(READY)  ## The tests of streams with another version of dataset
 	@echo 'datasets==$(VERSION)' >> $(DATASETS)/constraints.txt
 	@VIRTUAL_ENV=$(DATASETS) $(BIN)/uv pip install --constraint $(DATASETS)/constraints.txt --editable . datasets torchdata pytest pytest-timeout hypothesis numpy
 	OMP_NUM_THREADS=1 $(DATASETS)/bin/python -m pytest tests/unit/data/test_hf_streams.py
+
+# The rig needs the standard library only, so it can build while the environment is still being installed.
+RIG := $(PYTHON) -m tests.cluster.rig
+cluster-build:  ## Compile the test cluster into ~/.cache/reprieve (Linux, root; minutes the first time)
+	@$(RIG) build
+
+cluster-up:  ## Start the test cluster, until `make cluster-down`
+	@$(RIG) up
+
+cluster-down:  ## Remove the test cluster, whatever state it is in
+	@$(RIG) down
+
+test-cluster: $(READY)  ## The tests on a real Kubernetes, in the test cluster or the one of REPRIEVE_TEST_KUBECONFIG
+	@test -n "$$REPRIEVE_TEST_KUBECONFIG" || $(RIG) build
+	$(BIN)/python -m pytest tests/cluster -m 'not kueue'
+
+test-cluster-full: $(READY)  ## The same, and those that need Kueue
+	@test -n "$$REPRIEVE_TEST_KUBECONFIG" || $(RIG) build --full
+	$(BIN)/python -m pytest tests/cluster
 
 bench: $(READY)  ## The figures of the README, as a table and in benchmarks/results.json
 	$(BIN)/python -m benchmarks

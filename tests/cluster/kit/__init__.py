@@ -1,0 +1,1 @@
+"""What tests on a cluster are written with: the cluster itself, a watch over pods, builders of objects."""

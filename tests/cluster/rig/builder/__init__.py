@@ -1,0 +1,1 @@
+"""Turns pinned versions into the build output: binaries, manifests and image archives."""
