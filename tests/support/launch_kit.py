@@ -85,6 +85,12 @@ class Lab:
     def steps(self, rank: int = 0) -> int:
         return len(self.seen(rank))
 
+    def last_step(self, rank: int = 0) -> int:
+        """Return the last step of a rank, whether or not it was repeated."""
+        path = self.job / f"seen-{rank}.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return int(json.loads(lines[-1])[0]) if lines else 0
+
     def exit_message(self) -> str:
         """Return the launcher's exit message. The progress of a rank may be in the same file."""
         found = (self.folder / "exit-message").read_text()

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from tests.support.places import ROOT
 
 Object = dict[str, Any]
@@ -86,6 +88,30 @@ def training_runtime(name: str, spec: Object, **job_fields: Any) -> Object:
     }
 
 
+def reprieve_runtime(
+    name: str, spec: Object, *, grace_period_s: int | None = None, max_restarts: int | None = None
+) -> Object:
+    """The runtime of deploy/runtimes/reprieve-torch.yaml, in the namespace of the test and with the pod of the test.
+
+    `spec`: of `pod_spec`. Its container and volumes are merged into the runtime's; the rest is the runtime's own.
+    """
+    runtime: Object = yaml.safe_load((ROOT / "deploy/runtimes/reprieve-torch.yaml").read_text())
+    runtime["kind"], runtime["metadata"]["name"] = "TrainingRuntime", name
+    jobset = runtime["spec"]["template"]["spec"]
+    pod = jobset["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    ours, tests = pod["containers"][0], spec["containers"][0]
+    environment = {each["name"]: each for each in [*ours["env"], *tests["env"]]}
+    if grace_period_s is not None:
+        pod["terminationGracePeriodSeconds"] = grace_period_s
+        environment["REPRIEVE_GRACE"]["value"] = str(grace_period_s - 2)
+    if max_restarts is not None:
+        jobset["failurePolicy"]["maxRestarts"] = max_restarts
+    mounts = [*ours["volumeMounts"], *tests["volumeMounts"]]
+    pod["containers"] = [{**ours, **tests, "env": list(environment.values()), "volumeMounts": mounts}]
+    pod["volumes"] += spec["volumes"]
+    return runtime
+
+
 def train_job(
     name: str,
     command: list[str],
@@ -95,6 +121,7 @@ def train_job(
     nodes: int = 1,
     environment: dict[str, str] | None = None,
     labels: dict[str, str] | None = None,
+    resources: dict[str, str] | None = None,
 ) -> Object:
     return {
         "apiVersion": TRAINER_API,
@@ -107,6 +134,7 @@ def train_job(
                 "numProcPerNode": 1,
                 "command": command,
                 "env": [{"name": key, "value": value} for key, value in (environment or {}).items()],
+                "resourcesPerNode": {"requests": resources or {}, "limits": resources or {}},
             },
         },
     }

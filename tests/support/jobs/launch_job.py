@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -39,6 +40,7 @@ class Options:
     """Ignores SIGTERM, in the whole process."""
     slow: int | None = None
     """Bytes a second that its disk writes."""
+    collective_timeout_s: float = 1800.0
     desert: bool = False
     """The last rank leaves in the middle of a step once a stop is requested, and the others wait for it."""
     children: bool = False
@@ -50,7 +52,7 @@ def main(options: Options) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if ranks > 1:
-        torch.distributed.init_process_group("gloo")
+        torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=options.collective_timeout_s))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, options.width), nn.Dropout(0.1), nn.Linear(options.width, 1))
     optimizer = Adam(model, ranks)

@@ -1,0 +1,137 @@
+"""A TrainJob that trains with torch on two nodes, one rank each, and what its ranks wrote to a folder of the machine.
+
+The script is tests/support/jobs/launch_job.py, started as users start theirs: `reprieve run torchrun script`. A
+*generation* is one start of the job: its two pods.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from tests.cluster.kit.objects import GRACE_PERIOD_S, Object, pod_spec, reprieve_runtime, train_job
+from tests.cluster.kit.pod_watch import PodState, PodWatch
+from tests.cluster.rig.kubectl import Kubectl, has_condition
+from tests.support.launch_kit import JOB, Lab
+
+NODES = 2
+START_S = 120
+"""How long a generation may take to train its first step: two processes import torch on two shared cores."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """How the two pods of one start of the job ended, by rank."""
+
+    pods: list[PodState]
+
+    @property
+    def exit_codes(self) -> list[int | None]:
+        return [pod.exit_code for pod in self.pods]
+
+    @property
+    def seconds_apart(self) -> float:
+        times = [_ended_at(pod).timestamp() for pod in self.pods]
+        return max(times) - min(times)
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The termination message of rank 0."""
+        return dict(json.loads(self.pods[0].message))
+
+
+@dataclass
+class Training:
+    """The TrainJob. `options` are those of launch_job.py."""
+
+    namespace: Kubectl
+    pods: PodWatch
+    lab: Lab
+    options: dict[str, Any]
+    name: str = "train"
+    resources: dict[str, str] = field(default_factory=dict)
+    _seen: set[str] = field(default_factory=set)
+    """The pods of earlier generations."""
+
+    def start(self, runtime: Object | None = None) -> None:
+        """Create the TrainJob, with the runtime reprieve-torch by default."""
+        runtime = runtime or reprieve_runtime("reprieve-torch", self.pod(), max_restarts=3)
+        command = [sys.executable, "-m", "reprieve", "run", "torchrun", JOB, self.lab.options(**self.options)]
+        job = train_job(self.name, command, runtime=runtime["metadata"]["name"], nodes=NODES, resources=self.resources)
+        self.namespace.apply(runtime)
+        self.namespace.apply(job)
+
+    def pod(self) -> Object:
+        return pod_spec(
+            container="node",
+            with_host_python=True,
+            folders=[self.lab.job],
+            environment={"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
+            grace_period_s=GRACE_PERIOD_S,
+        )
+
+    @property
+    def step(self) -> int:
+        """The last step that both ranks have done."""
+        return min(self.lab.last_step(rank) for rank in range(NODES))
+
+    def wait_for_steps(self, count: int) -> None:
+        """Wait until this generation has trained for so many steps."""
+        end, began = time.monotonic() + START_S, self.step
+        while self.step < began + count:
+            assert time.monotonic() < end, f"no progress after step {self.step}; pods:\n{self.pods.history()}"
+            time.sleep(0.05)
+
+    def rank(self, number: int) -> str:
+        """The name of the running pod of a rank."""
+        return next(pod.name for pod in self.pods.running() if pod.index == number)
+
+    def after(self, disruption: Callable[[], None]) -> Generation:
+        """Disrupt the running generation, wait until both its pods have ended, and return how they did."""
+        uids = {pod.uid for pod in self.pods.running()}
+        assert len(uids) == NODES, self.pods.history()
+        disruption()
+        self.pods.wait_for(lambda watch: uids <= {pod.uid for pod in watch.ended()}, "both pods end", timeout_s=START_S)
+        ended = [pod for pod in self.pods.ended() if pod.uid in uids]
+        return Generation(pods=sorted(ended, key=lambda pod: pod.index or 0))
+
+    def suspend(self) -> None:
+        self.namespace.patch("trainjob", self.name, {"spec": {"suspend": True}})
+
+    def resume(self) -> None:
+        self.namespace.patch("trainjob", self.name, {"spec": {"suspend": False}})
+
+    def wait_until_complete(self) -> None:
+        self.namespace.wait_for("trainjob", self.name, has_condition("Complete"), timeout_s=START_S)
+
+    @property
+    def counted_restarts(self) -> int:
+        """The restarts that JobSet counts against `maxRestarts`."""
+        status: Object = self.namespace.get("jobset", self.name).get("status", {})
+        return int(status.get("restartsCountTowardsMax", 0))
+
+    def assert_generations_never_overlapped(self) -> None:
+        """No pod started before all pods of the generation before had ended. Kubernetes' times are whole seconds."""
+        by_start = sorted((_started_at(pod), _ended_at(pod), pod.index) for pod in self.pods.ended())
+        generations = [by_start[at : at + NODES] for at in range(0, len(by_start), NODES)]
+        for before, following in itertools.pairwise(generations):
+            assert max(end for _, end, _ in before) <= min(start for start, _, _ in following), self.pods.history()
+
+
+def _started_at(pod: PodState) -> datetime:
+    return datetime.fromisoformat(_terminated(pod)["startedAt"])
+
+
+def _ended_at(pod: PodState) -> datetime:
+    return datetime.fromisoformat(_terminated(pod)["finishedAt"])
+
+
+def _terminated(pod: PodState) -> Object:
+    terminated: Object = pod.pod["status"]["containerStatuses"][0]["state"]["terminated"]
+    return terminated
