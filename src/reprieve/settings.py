@@ -352,4 +352,9 @@ def _parse_interval(text: str, env: Mapping[str, str]) -> str:
         return "epoch"
     if not text:
         return "10m" if strategy == "time" else "500"
+    if strategy == "steps" and text != NEVER and not re.fullmatch(r"\d+(\s*steps?)?", text):
+        raise ConfigError(
+            f"{text!r} is not a number of steps, which CHECKPOINT_STRATEGY=steps needs: write CHECKPOINT_INTERVAL=500, "
+            f"or CHECKPOINT_STRATEGY=time with CHECKPOINT_INTERVAL=10m"
+        )
     return f"{text}s" if strategy == "time" and text.isdigit() else text

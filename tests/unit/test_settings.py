@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,8 @@ def test_resume_is_the_opposite_of_fresh(text: str, fresh: bool) -> None:
         ("", "10m", "10m"),
         ("", "auto", "auto"),
         ("steps", "200", "200"),
+        ("steps", "200 steps", "200 steps"),
+        ("steps", "never", "never"),
         ("steps", "", "500"),
         ("epoch", "", "epoch"),
         ("epoch", "3", "epoch"),
@@ -136,6 +139,12 @@ def test_resume_is_the_opposite_of_fresh(text: str, fresh: bool) -> None:
 )
 def test_a_bare_number_counts_what_the_strategy_says(strategy: str, interval: str, every: str) -> None:
     assert resolve({}, {"CHECKPOINT_STRATEGY": strategy, "CHECKPOINT_INTERVAL": interval}).every == every
+
+
+@pytest.mark.parametrize("interval", ["5m", "1h30m", "30s", "epoch", "auto"])
+def test_a_strategy_of_steps_needs_a_number_of_steps(interval: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^CHECKPOINT_INTERVAL: '{interval}' .* CHECKPOINT_STRATEGY=steps .*=500"):
+        resolve({}, {"CHECKPOINT_STRATEGY": "steps", "CHECKPOINT_INTERVAL": interval})
 
 
 def test_the_strategy_means_nothing_to_an_argument() -> None:
@@ -220,8 +229,13 @@ def test_all_that_was_said_is_understood_alike_by_the_child() -> None:
     assert after.sources == {name: setting.env for name, setting in SETTINGS.items()}
 
 
-@pytest.mark.parametrize("interval", ["500", "epoch", "300", "5m", ""])
-@pytest.mark.parametrize("strategy", ["", "steps", "epoch", "time"])
+@pytest.mark.parametrize(
+    ("strategy", "interval"),
+    [
+        *product(["", "epoch", "time"], ["500", "epoch", "300", "5m", ""]),
+        *product(["steps"], ["500", "500 steps", "never", ""]),
+    ],
+)
 def test_an_interval_is_understood_alike_beside_the_strategy(strategy: str, interval: str) -> None:
     env = {"CHECKPOINT_STRATEGY": strategy, "CHECKPOINT_INTERVAL": interval}
     settings = resolve({}, env)

@@ -151,6 +151,9 @@ def test_a_setting_that_is_wrong(lab: Lab) -> None:
     lab.env["CHECKPOINT_STRATEGY"] = "weekly"
     ended = lab.run(["true"])
     assert ended.code == 42 and "CHECKPOINT_STRATEGY" in ended.err, str(ended)
+    lab.env |= {"CHECKPOINT_STRATEGY": "steps", "CHECKPOINT_INTERVAL": "5m"}
+    ended = lab.run(["true"])
+    assert ended.code == 42 and "CHECKPOINT_STRATEGY=steps" in ended.err and "'5m'" in ended.err, str(ended)
 
 
 def test_told_to_stop_between_two_attempts(lab: Lab) -> None:
