@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import secrets
 from pathlib import Path
 
 from reprieve.clock import Clock, SystemClock
@@ -14,6 +14,8 @@ from reprieve.storage.disk import Disk
 _POLL_INTERVAL_S = 1.0
 _MAX_INTERVAL_S = 10.0
 """The file is written at least this often if anything changed, also while a step takes minutes."""
+_LEFTOVER_AGE_S = 60.0
+"""A temporary file of this age was left behind by a killed process: a live one renames it within milliseconds."""
 _MODE = 0o644
 """Readable for all: readers are often other users, in other containers."""
 
@@ -28,6 +30,8 @@ class FileSink:
     ) -> None:
         """`every_steps`: the number of steps between two writes, which are at least a second apart."""
         self._path = Path(path).expanduser().absolute()
+        # A process that is about to exit may still write, too. Its pid is no difference: in pods they are often equal.
+        self._temporary = self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}.new")
         self._every_steps = every_steps
         self._clock = clock or SystemClock()
         self._disk = disk or Disk()
@@ -56,13 +60,21 @@ class FileSink:
 
     def _write(self, progress: Progress) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        # A process that is about to exit may still write, too: each process has its own temporary file.
-        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}.new")
         with contextlib.suppress(FileNotFoundError):
-            self._disk.remove(temporary)
+            self._disk.remove(self._temporary)
         self._disk.write_file(
-            temporary, progress_json.dumps(progress_json.for_file(progress), indent=2) + b"\n", flush=False
+            self._temporary, progress_json.dumps(progress_json.for_file(progress), indent=2) + b"\n", flush=False
         )
-        temporary.chmod(_MODE)
-        self._disk.rename(temporary, self._path)
+        self._temporary.chmod(_MODE)
+        self._disk.rename(self._temporary, self._path)
+        if self._last is None:
+            self._remove_leftovers()
         self._last, self._written_at = progress, self._clock.monotonic()
+
+    def _remove_leftovers(self) -> None:
+        """Remove the temporary files of writers that were killed."""
+        for path in self._path.parent.iterdir():
+            if path.name.startswith(f".{self._path.name}.") and path.suffix == ".new":
+                with contextlib.suppress(OSError):  # another process may remove it, too
+                    if self._clock.time() - path.stat().st_mtime > _LEFTOVER_AGE_S:
+                        self._disk.remove(path)

@@ -14,6 +14,7 @@ import pytest
 from reprieve.progress.formats import progress_json
 from reprieve.progress.sinks.file import FileSink
 from reprieve.progress.snapshot import Checkpoints
+from reprieve.storage.disk import Disk
 from tests.support.helpers import FakeClock
 from tests.support.progress_kit import progress, strict_json
 
@@ -40,10 +41,32 @@ def test_everybody_may_read_it_whatever_the_umask(path: Path) -> None:
 
 def test_nothing_else_is_left_in_its_folder(path: Path) -> None:
     sink = FileSink(path)
-    path.parent.mkdir(parents=True)
-    (path.parent / f".{path.name}.{os.getpid()}.new").write_text("of one that was killed")
     for step in range(5):
         sink.update(progress(step=step))
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_only_what_a_killed_writer_left_behind_is_removed(path: Path) -> None:
+    path.parent.mkdir(parents=True)
+    left, live, foreign = (path.parent / name for name in (f".{path.name}.7.new", f".{path.name}.8.new", ".other.new"))
+    for file in (left, live, foreign):
+        file.write_text("{")
+    for file in (left, foreign):
+        os.utime(file, (1, 1))
+    FileSink(path).update(progress())
+    assert sorted(path.parent.iterdir()) == sorted([path, live, foreign])
+
+
+def test_two_pods_with_equal_pids_do_not_write_to_the_same_file(path: Path) -> None:
+    class Other(Disk):
+        """The other pod writes after this one has created its temporary file, and before it is renamed."""
+
+        def rename(self, source: Path, target: Path) -> None:
+            FileSink(path).update(progress(step=2))
+            super().rename(source, target)
+
+    FileSink(path, disk=Other()).update(progress(step=1))
+    assert strict_json(path.read_text())["step"] == 1
     assert list(path.parent.iterdir()) == [path]
 
 
