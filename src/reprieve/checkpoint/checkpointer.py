@@ -162,6 +162,11 @@ class Checkpointer:
         """How often the folder's lease was taken: the fencing number of this process."""
         return self._lease.attempt
 
+    @property
+    def checkpoints_created(self) -> int:
+        """How many checkpoints the run has made, in all its attempts, those that were removed included. On rank 0."""
+        return self._pruner.created
+
     # Saving
 
     def save(

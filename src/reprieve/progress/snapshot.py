@@ -15,6 +15,23 @@ STATES = (RunState.STARTING, RunState.TRAINING, RunState.EVALUATING, RunState.SA
 """The states that a training process reports."""
 
 
+MAX_LISTED = 20
+"""How many checkpoints are listed at most: operators copy the list into a status."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedCheckpoint:
+    """One checkpoint in the folder of a run."""
+
+    path: str
+    step: int
+    created_at: float
+    """When its save began, in seconds since the epoch."""
+    bytes: int
+    problem: str | None = None
+    """Why it cannot be resumed from; None: no problem is known."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoints:
     """The checkpoints of one run."""
@@ -26,7 +43,12 @@ class Checkpoints:
     latest_at: float | None = None
     """When it became durable, in seconds since the epoch; for the one that was resumed from, when its save began."""
     latest_bytes: int | None = None
-    created: int = 0
+    created: int | None = None
+    """How many became durable, in all attempts of the run."""
+    last_save_s: float | None = None
+    """How long the last save of this session took until it was durable."""
+    listed: tuple[ListedCheckpoint, ...] = ()
+    """What is in the folder, newest first, `MAX_LISTED` at most."""
     valid: int | None = None
     """The number of valid checkpoints."""
     saving: int | None = None
@@ -41,6 +63,8 @@ class Progress:
 
     at: float
     """When training last reported anything, in seconds since the epoch."""
+    run: str | None = None
+    """The name of the run."""
     state: RunState = RunState.STARTING
     reason: str | None = None
     """Why the run stopped or failed."""
@@ -65,7 +89,7 @@ class Progress:
     tokens_per_s: float | None = None
     resumed_from: int | None = None
     """The step that this session resumed from."""
-    restarts: int = 0
+    restarts: int | None = None
     train: Mapping[str, float] = field(default_factory=dict)
     """All numbers that training logged, by their own names."""
     evaluation: Mapping[str, float] = field(default_factory=dict)

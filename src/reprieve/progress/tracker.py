@@ -11,14 +11,14 @@ import contextlib
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from reprieve.clock import Clock, SystemClock
 from reprieve.progress.eta import remaining
 from reprieve.progress.metrics import EVALUATION, TRAIN, by_origin, detached, named, plain
-from reprieve.progress.snapshot import Checkpoints, Progress
+from reprieve.progress.snapshot import MAX_LISTED, Checkpoints, ListedCheckpoint, Progress
 from reprieve.progress.throughput import ThroughputMeter
 from reprieve.run_state import RunState
 
@@ -32,7 +32,8 @@ class Tracker:
         total_steps: int | None = None,
         total_epochs: float | None = None,
         resumed_from: int | None = None,
-        restarts: int = 0,
+        run: str | None = None,
+        restarts: int | None = None,
         checkpointing: bool = True,
         saving: Callable[[], tuple[int, float | None] | None] = lambda: None,
         clock: Clock | None = None,
@@ -43,6 +44,7 @@ class Tracker:
         self._saving = saving
         self._meter = ThroughputMeter(self._clock.monotonic, resumed_from or 0)
         self._resumed_from = resumed_from
+        self._run = run
         self._restarts = restarts
         self._epoch: float | None = None
         self.plan(total_steps, total_epochs)
@@ -107,17 +109,21 @@ class Tracker:
             self._evaluation = {**self._evaluation, **evaluation}
         self._mark_updated()
 
-    def saved(self, path: object, size: int | None = None, at: float | None = None) -> None:
-        """Count a checkpoint that became durable `at`, in seconds since the epoch; default: now."""
+    def saved(self, path: object, size: int = 0, *, step: int = 0, took_s: float = 0.0) -> None:
+        """Count a checkpoint that became durable now, after a save of `took_s` seconds."""
         with self._lock:
-            before = self._checkpoints
+            before, at = self._checkpoints, self._clock.time()
+            new = ListedCheckpoint(path=str(path), step=step, created_at=at - took_s, bytes=size)
+            others = (each for each in before.listed if each.path != new.path)
             self._checkpoints = replace(
                 before,
                 latest=str(path),
                 latest_bytes=size,
-                latest_at=self._clock.time() if at is None else at,
-                created=before.created + 1,
+                latest_at=at,
+                last_save_s=took_s,
+                created=(before.created or 0) + 1,
                 valid=None if before.valid is None else before.valid + 1,
+                listed=(new, *others)[:MAX_LISTED],
             )
         self._mark_updated()
 
@@ -125,10 +131,18 @@ class Tracker:
         """Set the newest checkpoint: the one that the run resumes from, saved `at`."""
         self._change(latest=str(path), latest_bytes=size, latest_at=at)
 
-    def checkpoints(self, created: int | None = None, valid: int | None = None, enabled: bool | None = None) -> None:
-        """Set the number of checkpoints: at the start, and after retention has removed some. `enabled`: as
-        `checkpointing` of the constructor, where that is known only later."""
-        known = {"created": created, "valid": valid, "enabled": enabled}
+    def checkpoints(
+        self,
+        created: int | None = None,
+        valid: int | None = None,
+        enabled: bool | None = None,
+        listed: Sequence[ListedCheckpoint] | None = None,
+    ) -> None:
+        """Set what is known of the checkpoints: at the start, and after retention has removed some. `enabled`: as
+        `checkpointing` of the constructor, where that is known only later. `listed`: all of them."""
+        if listed is not None:
+            listed = tuple(sorted(listed, key=lambda each: -each.step)[:MAX_LISTED])
+        known = {"created": created, "valid": valid, "enabled": enabled, "listed": listed}
         self._change(**{name: value for name, value in known.items() if value is not None})
 
     def stopped(self, reason: str, *, saved: bool) -> None:
@@ -161,6 +175,7 @@ class Tracker:
         age_s = self._clock.monotonic() - max(self._meter.at, self._updated_at)
         return Progress(
             at=self._clock.time() - age_s,
+            run=self._run,
             state=state,
             reason=reason,
             saved=saved,

@@ -26,6 +26,7 @@ from reprieve.launcher_protocol import STEP_REPORT_INTERVAL_S, Reporter
 from reprieve.progress import pod
 from reprieve.progress.failure_reason import reason
 from reprieve.progress.publisher import Publisher
+from reprieve.progress.snapshot import ListedCheckpoint
 from reprieve.progress.tracker import Tracker
 from reprieve.session.adapter import TrainingProgress
 from reprieve.settings import NEVER, Settings
@@ -96,15 +97,15 @@ class RunReporter:
         )
         self.tracker = Tracker(
             resumed_from=resumed,
+            run=checkpointer.run_name,
             restarts=checkpointer.attempt - 1,
             checkpointing=bool(handled_signals) or self._settings.every != NEVER,
             saving=functools.partial(_save_progress, checkpointer),
         )
         if self._is_first_rank:
-            valid = _valid_checkpoints(checkpointer)
-            self.tracker.checkpoints(created=len(valid), valid=len(valid))
-            for checkpoint in valid:
-                if checkpoint.step == resumed:
+            self.tracker.checkpoints(created=checkpointer.checkpoints_created)
+            for checkpoint in self._list_checkpoints(checkpointer):
+                if checkpoint.step == resumed and checkpoint.problem is None:
                     self.tracker.restored(checkpoint.path, checkpoint.bytes, checkpoint.created.timestamp())
             self._publisher = Publisher.from_environment(self.tracker, self._settings, bar=self._bar).start()
             if signal.SIGTERM in handled_signals:
@@ -135,7 +136,7 @@ class RunReporter:
 
         def durable() -> None:
             took = time.monotonic() - began
-            self.tracker.saved(save.path, save.bytes)
+            self.tracker.saved(save.path, save.bytes, step=save.step, took_s=took)
             self._reporter.send(
                 launcher_protocol.Saved(step=save.step, path=str(save.path), bytes=save.bytes, began=began, took=took)
             )
@@ -143,11 +144,11 @@ class RunReporter:
         save.when_durable(durable)
 
     def count(self, checkpointer: Checkpointer) -> None:
-        """Publish the number of checkpoints, once retention has run after the latest save."""
+        """Publish what is in the folder, once retention has run after the latest save."""
 
         def count() -> None:
             with contextlib.suppress(OSError):
-                self.tracker.checkpoints(valid=len(_valid_checkpoints(checkpointer)))
+                self._list_checkpoints(checkpointer)
 
         if self._is_first_rank:
             checkpointer.run_after_saves(count)
@@ -175,13 +176,27 @@ class RunReporter:
         self.tracker.finished()
         self._close_publisher()
 
+    def _list_checkpoints(self, checkpointer: Checkpointer) -> list[CheckpointInfo]:
+        """Publish what is in the folder, and return it."""
+        found = checkpointer.checkpoints()
+        self.tracker.checkpoints(
+            valid=sum(each.problem is None for each in found),
+            listed=[
+                ListedCheckpoint(
+                    path=str(each.path),
+                    step=each.step,
+                    created_at=each.created.timestamp(),
+                    bytes=each.bytes,
+                    problem=each.problem,
+                )
+                for each in found
+            ],
+        )
+        return found
+
     def _close_publisher(self) -> None:
         if self._publisher is not None:
             self._publisher.close()
-
-
-def _valid_checkpoints(checkpointer: Checkpointer) -> list[CheckpointInfo]:
-    return [checkpoint for checkpoint in checkpointer.checkpoints() if checkpoint.problem is None]
 
 
 def _save_progress(checkpointer: Checkpointer) -> tuple[int, float | None] | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from reprieve.progress.snapshot import Checkpoints
+from reprieve.progress.snapshot import Checkpoints, ListedCheckpoint
 from reprieve.progress.tracker import Tracker
 from reprieve.run_state import RunState
 from tests.support.helpers import FakeClock
@@ -127,12 +127,36 @@ def test_a_save_from_its_begin_to_its_end(clock: FakeClock) -> None:
     saves = tracker.snapshot().checkpoints
     assert (saves.saving, saves.saving_fraction, saves.created, saves.valid) == (20, 0.25, 4, 2)
     running.clear()
-    tracker.saved(Path("/c/checkpoint-20"), 1_000)
+    tracker.saved(Path("/c/checkpoint-20"), 1_000, step=20, took_s=2.5)
+    new = ListedCheckpoint(path="/c/checkpoint-20", step=20, created_at=clock.now - 2.5, bytes=1_000)
     assert tracker.snapshot().checkpoints == Checkpoints(
-        latest="/c/checkpoint-20", latest_at=clock.now, latest_bytes=1_000, created=5, valid=3
+        latest="/c/checkpoint-20",
+        latest_at=clock.now,
+        latest_bytes=1_000,
+        created=5,
+        valid=3,
+        last_save_s=2.5,
+        listed=(new,),
     )
     tracker.checkpoints(valid=1)
     assert tracker.snapshot().checkpoints.valid == 1
+
+
+def listed(*steps: int) -> list[ListedCheckpoint]:
+    return [ListedCheckpoint(path=f"/c/checkpoint-{step}", step=step, created_at=0.0, bytes=1) for step in steps]
+
+
+def test_twenty_checkpoints_are_listed_newest_first(tracker: Tracker) -> None:
+    tracker.checkpoints(listed=listed(*range(30)))
+    assert [each.step for each in tracker.snapshot().checkpoints.listed] == list(range(29, 9, -1))
+    tracker.saved("/c/checkpoint-30", 1, step=30)
+    assert [each.step for each in tracker.snapshot().checkpoints.listed] == list(range(30, 10, -1))
+
+
+def test_a_checkpoint_that_is_replaced_is_listed_once(tracker: Tracker) -> None:
+    tracker.checkpoints(listed=listed(1, 2))
+    tracker.saved("/c/checkpoint-2", 5, step=2)
+    assert [(each.step, each.bytes) for each in tracker.snapshot().checkpoints.listed] == [(2, 5), (1, 1)]
 
 
 def test_the_newest_is_the_one_that_was_restored(tracker: Tracker) -> None:

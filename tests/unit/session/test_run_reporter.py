@@ -14,7 +14,7 @@ from torch import nn
 import reprieve
 from reprieve.checkpoint.folder.catalog import list_checkpoints
 from reprieve.errors import FolderInUse, RankFailed
-from reprieve.progress.snapshot import Checkpoints, Progress
+from reprieve.progress.snapshot import Checkpoints, ListedCheckpoint, Progress
 from reprieve.session.run_reporter import RunReporter
 from reprieve.settings import resolve
 from reprieve.storage.disk import Disk, OpenFile
@@ -60,8 +60,14 @@ def test_after_a_resume_the_newest_is_the_one_that_was_restored(tmp_path: Path) 
     train(make(tmp_path), 3)
     [found] = list_checkpoints(tmp_path / "checkpoints")
     with make(tmp_path) as run:
+        at = found.created.timestamp()
         assert saves(run) == Checkpoints(
-            latest=str(found.path), latest_at=found.created.timestamp(), latest_bytes=found.bytes, created=1, valid=1
+            latest=str(found.path),
+            latest_at=at,
+            latest_bytes=found.bytes,
+            created=1,
+            valid=1,
+            listed=(ListedCheckpoint(path=str(found.path), step=3, created_at=at, bytes=found.bytes),),
         )
 
 
@@ -70,6 +76,35 @@ def test_what_retention_removes_is_not_counted(tmp_path: Path) -> None:
     train(run, 6)
     assert len(list_checkpoints(tmp_path / "checkpoints")) == 2
     assert (saves(run).created, saves(run).valid) == (6, 2)
+    assert [each.step for each in saves(run).listed] == [6, 5]
+    took_s = saves(run).last_save_s
+    assert took_s is not None and took_s > 0
+
+
+def test_the_counters_do_not_fall_when_a_run_is_started_again(tmp_path: Path) -> None:
+    """Retention has removed four of six checkpoints; the newest of those that are left is damaged."""
+    train(make(tmp_path, every=1, keep=2, name="job-1"), 6)
+    for restarts, created in ((1, 6), (2, 6)):
+        with make(tmp_path, every=1, keep=2, name="job-1") as run:
+            assert (snapshot(run).run, snapshot(run).restarts, saves(run).created) == ("job-1", restarts, created)
+        weights = tmp_path / "checkpoints" / "checkpoint-6" / "model.safetensors"
+        if weights.exists():
+            weights.write_bytes(weights.read_bytes()[:-1])
+    run = make(tmp_path, every=1, keep=2, name="job-1")
+    assert saves(run).created == 6, "the damaged one is quarantined now"
+    assert [(each.step, each.problem is None) for each in saves(run).listed] == [(6, False), (5, True)]
+    train(run, 8)
+    assert saves(run).created == 9
+    assert list_checkpoints(tmp_path / "checkpoints")[0].manifest.number == 9  # type: ignore[union-attr]
+
+
+def test_counters_that_are_not_known_are_null(told: Path, tmp_path: Path) -> None:
+    """A run that cannot begin would otherwise look as if its counters had fallen to zero."""
+    train(make(tmp_path), 2)
+    with pytest.raises(reprieve.StateMismatch):
+        make(tmp_path, width=3)
+    found = json.loads(told.read_text())
+    assert (found["restarts"], found["checkpointing"]["checkpointsCreated"]) == (None, None)
 
 
 class Failing(Disk):
@@ -86,7 +121,7 @@ def test_a_save_that_failed_is_no_longer_under_way(tmp_path: Path) -> None:
         for _ in run.batches(range(4)):
             run.step()
         assert run._session.checkpointer.drain_save() is not None
-        assert saves(run) == Checkpoints(valid=0)
+        assert saves(run) == Checkpoints(created=0, valid=0)
 
 
 def test_how_much_of_a_save_is_written(tmp_path: Path) -> None:

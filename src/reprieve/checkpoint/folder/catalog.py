@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -77,6 +78,13 @@ def list_checkpoints(root: Path) -> list[CheckpointInfo]:
         *sorted(checkpoints, key=lambda checkpoint: -checkpoint.step),
         *sorted(quarantined, key=lambda checkpoint: (-checkpoint.step, checkpoint.path.name)),
     ]
+
+
+def count_created(checkpoints: Sequence[CheckpointInfo], run: str) -> int:
+    """How many checkpoints the run has made. Their manifests number them, because retention removes older ones; those
+    of versions that did not number them count as they are."""
+    manifests = [each.manifest for each in checkpoints if each.manifest is not None and each.manifest.run == run]
+    return max([len(manifests), *(manifest.number or 0 for manifest in manifests)])
 
 
 def inspect_checkpoint(path: Path, step: int | None = None) -> CheckpointInfo:
@@ -159,7 +167,10 @@ def _inspect_quarantined(path: Path, step: int) -> CheckpointInfo:
         reason = json.loads((path / QUARANTINE_NOTE).read_bytes())["reason"]
     except (OSError, ValueError, KeyError, TypeError):
         reason = "unknown"
-    return CheckpointInfo(path, step, None, f"quarantined: {reason}", _bytes(path), _created(path))
+    manifest = None
+    with contextlib.suppress(OSError, InvalidCheckpoint):
+        manifest = read_manifest(path)
+    return CheckpointInfo(path, step, manifest, f"quarantined: {reason}", _bytes(path), _created(path))
 
 
 def _bytes(path: Path) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from reprieve.checkpoint.buffers.block_pool import BlockPool
 from reprieve.checkpoint.folder import paths
-from reprieve.checkpoint.folder.catalog import CheckpointInfo, list_checkpoints
+from reprieve.checkpoint.folder.catalog import CheckpointInfo, count_created, list_checkpoints
 from reprieve.checkpoint.folder.disk_space import check_room, warn_if_tight
 from reprieve.checkpoint.folder.lease import FolderLease
 from reprieve.checkpoint.folder.retention import Retention, hide_unless_read
@@ -36,6 +36,8 @@ class Pruner:
         """The step that was saved or restored last. It is never removed."""
         self.verified: int | None = None
         """The newest step of which every byte was read back."""
+        self.created = 0
+        """How many checkpoints the run has made, those that were removed included. Counted on rank 0."""
         self.pinned: frozenset[int | None] = frozenset()
         """Steps to keep, whatever retention says."""
         self._space_checked = False
@@ -44,8 +46,10 @@ class Pruner:
         self._yielded = False
 
     def inspect_folder(self, run: str, needed: int) -> None:
-        """Find the run's newest checkpoint and check that `needed` bytes fit. Called at start-up."""
+        """Find the run's newest checkpoint, count how many it has made, and check that `needed` bytes fit. Called at
+        start-up."""
         checkpoints = list_checkpoints(self._root)
+        self.created = count_created(checkpoints, run)
         of_run = [each for each in checkpoints if each.problem is None and each.manifest and each.manifest.run == run]
         self.newest = of_run[0].step if of_run else None
         removable = self._retention.removable(checkpoints, run, of_run[0].step) if of_run else []
@@ -72,6 +76,7 @@ class Pruner:
     def saved(self, step: int | None) -> None:
         """Note a save that is durable and was not read back yet."""
         self.newest = step
+        self.created += 1
         if self.verified == step:
             self.verified = None
 

@@ -94,6 +94,8 @@ class Manifest:
     """The names of the saved objects."""
     unrequested: bool = False
     """Whether a stop or Reprieve's own schedule requested the save, not the script's save strategy."""
+    number: int | None = None
+    """Its number among all checkpoints that the run has made, from 1 on; removed ones count. None: older versions."""
     files: Mapping[str, FileEntry]
 
     @property
@@ -107,6 +109,8 @@ class Manifest:
                 del entry["starts"]
         if not self.unrequested:
             del body["unrequested"]
+        if self.number is None:
+            del body["number"]
         document = {"manifest": body, "xxh3_128": digest_of(_canonical(body))}
         return json.dumps(document, sort_keys=True, indent=1).encode() + b"\n"
 
@@ -152,6 +156,7 @@ class Manifest:
             "block_bytes": type(self.block_bytes) is int and self.block_bytes >= 1,
             "state": isinstance(self.state, list | tuple) and all(isinstance(name, str) for name in self.state),
             "unrequested": type(self.unrequested) is bool,
+            "number": self.number is None or (type(self.number) is int and self.number >= 1),
         }.items():
             if not is_valid:
                 raise InvalidCheckpoint(f"{MANIFEST} has no sensible {name}")

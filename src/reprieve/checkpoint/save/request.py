@@ -39,7 +39,7 @@ class SaveRequest:
     """The process ends after this save: it is not followed by pruning."""
 
     def manifest(
-        self, created: datetime, lease: LeaseView, ranks: Ranks, *, parent: str | None, state: list[str]
+        self, created: datetime, lease: LeaseView, ranks: Ranks, *, parent: str | None, state: list[str], number: int
     ) -> Manifest:
         """The manifest of the save, without its files."""
         return Manifest(
@@ -54,6 +54,7 @@ class SaveRequest:
             metrics=_finite(self.metrics) if ranks.rank == 0 else {},
             state=state,
             unrequested=self.unrequested,
+            number=number,
             files={},
         )
 

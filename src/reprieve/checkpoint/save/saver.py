@@ -155,8 +155,14 @@ class Saver:
     def _make_job(self, request: SaveRequest, files: Sequence[FileLayout], progress: Progress | None) -> SaveJob:
         self._saves += 1
         created = datetime.fromtimestamp(self._clock.time(), timezone.utc)
-        names, parent = self._planner.state.names, self.resumed_from
-        manifest = request.manifest(created, self._lease, self._ranks, parent=parent, state=names)
+        manifest = request.manifest(
+            created,
+            self._lease,
+            self._ranks,
+            parent=self.resumed_from,
+            state=self._planner.state.names,
+            number=self._pruner.created + 1,
+        )
         return SaveJob(
             self._disk,
             self._pool,

@@ -1,8 +1,9 @@
 """Progress as JSON: the keys that operators, dashboards and scripts rely on (docs/progress.md).
 
 There are two forms. The file has fractions as strings, because it becomes part of a Kubernetes status, which has no
-floats. The HTTP form has numbers, and integers where its readers decode integers. Unknown values are null in both. NaN
-and infinity, which JSON cannot express, are strings in the file and null over HTTP.
+floats; `/trainingProgress` serves it with more facts. The HTTP form has numbers, and integers where its readers decode
+integers. Unknown values are null in both. NaN and infinity, which JSON cannot express, are strings in the file and null
+over HTTP.
 """
 
 from __future__ import annotations
@@ -56,6 +57,30 @@ def for_file(progress: Progress) -> dict[str, Any]:
         "resumedFromStep": progress.resumed_from,
         "restarts": progress.restarts,
         "checkpointing": checkpointing(progress),
+    }
+
+
+def for_training_progress(progress: Progress) -> dict[str, Any]:
+    """Return the content of `/trainingProgress`: that of the file, the run's name, and what is in its folder."""
+    checkpoints = progress.checkpoints
+    return {
+        **for_file(progress),
+        "run": progress.run,
+        "checkpointing": {
+            **checkpointing(progress),
+            "lastSaveDuration": None if checkpoints.last_save_s is None else f"{checkpoints.last_save_s:.2f}s",
+            "availableCheckpoints": [
+                {
+                    "path": each.path,
+                    "step": each.step,
+                    "created": timestamp(each.created_at),
+                    "bytes": each.bytes,
+                    "valid": each.problem is None,
+                    "reason": each.problem,
+                }
+                for each in checkpoints.listed
+            ],
+        },
     }
 
 

@@ -1,8 +1,10 @@
 """A small HTTP server for progress: for the operator, for Prometheus, for a person with curl.
 
-    /, /progress   JSON
-    /metrics       Prometheus' text; JSON for a client that accepts JSON or names no type, as Kubeflow's controllers do
-    /healthz       ok
+    /, /progress        JSON
+    /trainingProgress   JSON in the form of the progress file, and what is in the checkpoint folder
+    /metrics            Prometheus' text; JSON for a client that accepts JSON or names no type, as Kubeflow's
+                        controllers do
+    /healthz            ok
 
 It is read-only and responds with the last update: no request waits for training or delays it.
 """
@@ -151,12 +153,14 @@ class _Handler(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         if path == "/healthz":
             self._respond(b"ok\n", "text/plain; charset=utf-8")
-        elif path not in ("/", "/progress", "/metrics"):
+        elif path not in ("/", "/progress", "/trainingProgress", "/metrics"):
             self.send_error(HTTPStatus.NOT_FOUND)
         elif progress is None:
             self.send_error(HTTPStatus.SERVICE_UNAVAILABLE)
         elif path == "/metrics" and not self._wants_json():
             self._respond(prometheus.render(progress), prometheus.CONTENT_TYPE)
+        elif path == "/trainingProgress":
+            self._respond(progress_json.dumps(progress_json.for_training_progress(progress)), "application/json")
         else:
             self._respond(progress_json.dumps(progress_json.for_http(progress)), "application/json")
 

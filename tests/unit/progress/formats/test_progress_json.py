@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from reprieve.progress.formats import progress_json
-from reprieve.progress.snapshot import Checkpoints, Progress
+from reprieve.progress.snapshot import Checkpoints, ListedCheckpoint, Progress
 from tests.support.progress_kit import AT, ODD_NAME, ODD_NUMBERS, progress, strict_json
 
 NOTHING = Progress(at=AT)
@@ -117,8 +117,44 @@ def test_no_time_is_left_only_at_the_end() -> None:
 def test_what_is_not_known_is_null() -> None:
     content = progress_json.for_file(NOTHING)
     known = {name for name, value in content.items() if value is not None}
-    assert known == {"step", "lastUpdateTime", "state", "restarts", "checkpointing"}
-    assert content["checkpointing"]["latestCheckpoint"] is None
+    assert known == {"step", "lastUpdateTime", "state", "checkpointing"}
+    assert [name for name, value in content["checkpointing"].items() if value is not None] == ["enabled"]
+
+
+# /trainingProgress
+
+
+def test_the_operator_gets_the_file_and_what_is_in_the_folder() -> None:
+    listed = (
+        ListedCheckpoint(path="/c/checkpoint-150", step=150, created_at=AT, bytes=18_500_000_000),
+        ListedCheckpoint(path="/c/checkpoint-100.set-aside", step=100, created_at=AT - 60, bytes=7, problem="damaged"),
+    )
+    now = progress(run="job-1", checkpoints=Checkpoints(created=5, valid=1, last_save_s=1.234, listed=listed))
+    content, file = progress_json.for_training_progress(now), progress_json.for_file(now)
+    assert {name: value for name, value in content.items() if name not in ("run", "checkpointing")} == {
+        name: value for name, value in file.items() if name != "checkpointing"
+    }
+    assert content["run"] == "job-1"
+    checkpointing = content["checkpointing"]
+    assert checkpointing.items() >= file["checkpointing"].items()
+    assert checkpointing["lastSaveDuration"] == "1.23s"
+    assert checkpointing["availableCheckpoints"] == [
+        {
+            "path": "/c/checkpoint-150", "step": 150, "created": "2023-11-14T22:13:20Z", "bytes": 18_500_000_000,
+            "valid": True, "reason": None,
+        },
+        {
+            "path": "/c/checkpoint-100.set-aside", "step": 100, "created": "2023-11-14T22:12:20Z", "bytes": 7,
+            "valid": False, "reason": "damaged",
+        },
+    ]  # fmt: skip
+
+
+def test_what_is_not_known_is_null_for_the_operator_too() -> None:
+    content = progress_json.for_training_progress(NOTHING)
+    assert content["run"] is None
+    assert content["checkpointing"]["lastSaveDuration"] is None
+    assert content["checkpointing"]["availableCheckpoints"] == []
 
 
 def test_a_part_of_an_epoch_is_an_epoch_to_do() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from reprieve.progress.formats import progress_json
 from reprieve.progress.sinks.http import HttpSink
 from tests.support.http_kit import ask, listening
 from tests.support.progress_kit import progress, strict_json
@@ -28,6 +29,12 @@ def test_json(sink: HttpSink, path: str) -> None:
     status, kind, data = ask(sink, path)
     assert (status, kind) == (200, "application/json")
     assert strict_json(data)["currentStep"] == 150
+
+
+def test_the_form_of_the_file(sink: HttpSink) -> None:
+    status, kind, data = ask(sink, "/trainingProgress?x=1")
+    assert (status, kind) == (200, "application/json")
+    assert strict_json(data) == progress_json.for_training_progress(progress())
 
 
 @pytest.mark.parametrize("accept", [PROMETHEUS_ACCEPTS, "*/*", "text/plain", "text/html,*/*;q=0.8"])

@@ -50,7 +50,7 @@ def test_what_is_pushed() -> None:
 def test_what_is_not_known_is_left_out() -> None:
     content = status(body(Progress(at=0.0)))
     assert set(content) == {"lastUpdatedTime", "metrics"}
-    assert set(content["metrics"]) == {"state", "currentStep", "restarts", "checkpointsCreated"}
+    assert set(content["metrics"]) == {"state", "currentStep"}
 
 
 def test_a_run_that_was_stopped_is_not_complete() -> None:
