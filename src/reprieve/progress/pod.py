@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
@@ -11,19 +12,19 @@ from collections.abc import Mapping
 from reprieve.host import in_pod
 
 LOOPBACK = "127.0.0.1"
+_LOOPBACK_V6 = "::1"
 
 
 def addresses(env: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the addresses to listen on: loopback (for `kubectl port-forward`), and in a pod its own address.
+    """Return the addresses to listen on: in a pod its own address, and loopback (for `kubectl port-forward`) of the
+    same family, because a pod with IPv6 may have no IPv4.
 
     Never all addresses: a pod with the host's network would open a port on every network of its node.
     """
-    listed = [LOOPBACK]
-    if in_pod(env):
-        own = env.get("POD_IP", "").strip() or _address_of_hostname()
-        if own and not _is_loopback(own):
-            listed.append(own)
-    return listed
+    own = (env.get("POD_IP", "").strip() or _address_of_hostname()) if in_pod(env) else None
+    if own is None or _is_loopback(own):
+        return [LOOPBACK]
+    return [own, _LOOPBACK_V6 if ":" in own else LOOPBACK]
 
 
 def print_protected(env: Mapping[str, str] = os.environ) -> None:
@@ -39,10 +40,10 @@ def print_protected(env: Mapping[str, str] = os.environ) -> None:
 
 def _address_of_hostname() -> str | None:
     """The kubelet writes the pod's name and address into /etc/hosts, so this needs no name server."""
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return None
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with contextlib.suppress(OSError):
+            return str(socket.getaddrinfo(socket.gethostname(), None, family)[0][4][0])
+    return None
 
 
 def _is_loopback(address: str) -> bool:

@@ -16,25 +16,30 @@ def test_outside_a_pod_on_loopback_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("env", "hostname", "found"),
+    ("env", "hosts", "found"),
     [
-        ({"POD_IP": "10.0.0.7"}, "10.9.9.9", ["127.0.0.1", "10.0.0.7"]),
-        ({"POD_IP": "fd00::7"}, "10.9.9.9", ["127.0.0.1", "fd00::7"]),
-        ({}, "10.0.0.8", ["127.0.0.1", "10.0.0.8"]),
-        ({"POD_IP": " "}, "10.0.0.8", ["127.0.0.1", "10.0.0.8"]),
-        ({}, "127.0.1.1", ["127.0.0.1"]),
-        ({}, None, ["127.0.0.1"]),
+        ({"POD_IP": "10.0.0.7"}, ["10.9.9.9"], ["10.0.0.7", "127.0.0.1"]),
+        ({"POD_IP": "fd00::7"}, ["10.9.9.9"], ["fd00::7", "::1"]),
+        ({}, ["10.0.0.8"], ["10.0.0.8", "127.0.0.1"]),
+        ({}, ["fd00::8"], ["fd00::8", "::1"]),
+        ({}, ["fd00::8", "10.0.0.8"], ["10.0.0.8", "127.0.0.1"]),
+        ({"POD_IP": " "}, ["10.0.0.8"], ["10.0.0.8", "127.0.0.1"]),
+        ({}, ["127.0.1.1"], ["127.0.0.1"]),
+        ({}, [], ["127.0.0.1"]),
     ],
 )
 def test_in_a_pod_on_its_own_address_too(
-    env: dict[str, str], hostname: str | None, found: list[str], monkeypatch: pytest.MonkeyPatch
+    env: dict[str, str], hosts: list[str], found: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def look_up(name: str) -> str:
-        if hostname is None:
-            raise socket.gaierror("no such name")
-        return hostname
+    """`hosts`: the addresses of the pod's name in /etc/hosts."""
 
-    monkeypatch.setattr(socket, "gethostbyname", look_up)
+    def look_up(name: str, port: None, family: int) -> list[tuple[object, ...]]:
+        known = [host for host in hosts if (":" in host) == (family == socket.AF_INET6)]
+        if not known:
+            raise socket.gaierror("no such name")
+        return [(family, 0, 0, "", (host, 0)) for host in known]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
     assert pod.addresses({"KUBERNETES_SERVICE_HOST": "10.96.0.1", **env}) == found
 
 
