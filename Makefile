@@ -78,7 +78,7 @@ test-datasets: $(READY)  ## The tests of streams with another version of dataset
 	@test -x $(DATASETS)/bin/python || $(PYTHON) -m venv $(DATASETS)
 	@grep -vE '^(datasets|dill|multiprocess|fsspec|huggingface[_-]hub|hf-xet|pyarrow)==' constraints.txt > $(DATASETS)/constraints.txt
 	@echo 'datasets==$(VERSION)' >> $(DATASETS)/constraints.txt
-	@VIRTUAL_ENV=$(DATASETS) $(BIN)/uv pip install --constraint $(DATASETS)/constraints.txt --editable . datasets torchdata pytest pytest-timeout hypothesis numpy
+	@VIRTUAL_ENV=$(DATASETS) $(BIN)/uv pip install --constraint $(DATASETS)/constraints.txt --editable '.[torch]' datasets torchdata pytest pytest-timeout hypothesis numpy
 	OMP_NUM_THREADS=1 $(DATASETS)/bin/python -m pytest tests/unit/data/test_hf_streams.py
 
 # The rig needs the standard library only, so it can build while the environment is still being installed.

@@ -12,6 +12,7 @@ from reprieve.errors import (
     Fenced,
     FolderInUse,
     InvalidCheckpoint,
+    MissingExtra,
     NoValidCheckpoint,
     OwnershipError,
     RankFailed,
@@ -24,6 +25,7 @@ from reprieve.errors import (
     StoreLost,
     UnsafeState,
 )
+from reprieve.extras import needing
 
 if TYPE_CHECKING:
     from reprieve.adapters.loop.run import Run
@@ -38,6 +40,7 @@ __all__ = [
     "Fenced",
     "FolderInUse",
     "InvalidCheckpoint",
+    "MissingExtra",
     "NoValidCheckpoint",
     "OwnershipError",
     "Preempted",
@@ -71,5 +74,6 @@ def __getattr__(name: str) -> Any:
     if name == "transformers":
         return import_module("reprieve.transformers")
     if name in _LAZY_MODULES:
-        return getattr(import_module(_LAZY_MODULES[name]), name)
+        with needing(f"reprieve.{name}"):
+            return getattr(import_module(_LAZY_MODULES[name]), name)
     raise AttributeError(f"module 'reprieve' has no attribute {name!r}")

@@ -10,7 +10,10 @@ a checkpoint that becomes visible only when it is complete and durable. The file
 
 from __future__ import annotations
 
-from reprieve.adapters.dcp.reader import StorageReader
-from reprieve.adapters.dcp.writer import StorageWriter
+from reprieve.extras import needing
+
+with needing("reprieve.dcp"):
+    from reprieve.adapters.dcp.reader import StorageReader
+    from reprieve.adapters.dcp.writer import StorageWriter
 
 __all__ = ["StorageReader", "StorageWriter"]

@@ -2,6 +2,7 @@
 
     ReprieveError
     ├── ConfigError            a setting is wrong; the message names it and a right value
+    ├── MissingExtra           an optional dependency is not installed; the message names the extra
     ├── StateError             the training state cannot be saved, or does not fit what was saved
     │   ├── UnsafeState        the state could not be loaded again: weights_only would refuse it
     │   └── StateMismatch      missing or unexpected keys, shapes or dtypes
@@ -30,6 +31,10 @@ class ReprieveError(Exception):
 
 class ConfigError(ReprieveError, ValueError):
     """A setting is wrong."""
+
+
+class MissingExtra(ReprieveError, ImportError):
+    """An optional dependency, such as torch, is not installed."""
 
 
 class StateError(ReprieveError):

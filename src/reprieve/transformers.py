@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
-from reprieve.adapters.transformers import protect
+from reprieve.extras import needing
+
+with needing("reprieve.transformers"):
+    from reprieve.adapters.transformers import protect
 
 __all__ = ["protect"]

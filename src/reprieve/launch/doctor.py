@@ -184,7 +184,7 @@ def _versions() -> Iterator[Check]:
             found = version(package)
         except PackageNotFoundError:
             if least is not None:
-                yield Check(package, BAD, "not installed", f"pip install {package}")
+                yield Check(package, BAD, "not installed", "pip install 'reprieve[torch]'")
             continue
         numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2] if part.isdigit())
         if least is not None and numbers < least:

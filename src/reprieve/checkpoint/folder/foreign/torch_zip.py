@@ -25,6 +25,7 @@ from reprieve.checkpoint.folder.foreign.file_reader import FileReader
 from reprieve.checkpoint.folder.foreign.pickle_scan import Global, PickleScan, scan_pickle
 from reprieve.checkpoint.format.checksum import crc32
 from reprieve.errors import InvalidCheckpoint
+from reprieve.extras import needing
 
 ZIP_MAGIC = b"PK\x03\x04"
 
@@ -289,7 +290,8 @@ def _check_storages(scan: PickleScan, sizes: dict[str, int]) -> None:
 
 
 def _unsafe_globals(file: IO[bytes]) -> list[str]:
-    from torch.serialization import get_unsafe_globals_in_checkpoint
+    with needing("verifying a checkpoint of other tools in torch's format"):
+        from torch.serialization import get_unsafe_globals_in_checkpoint
 
     try:
         return sorted(get_unsafe_globals_in_checkpoint(file))
