@@ -64,7 +64,15 @@ def test_up_is_quick_and_down_leaves_nothing(instance: Instance) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["network and certificates made", "API server answers", "images imported", "nodes ready", "trainer: ready"]
+    "line",
+    [
+        "network and certificates made",
+        "API server answers",
+        "images imported",
+        "nodes ready",
+        "services ready",
+        "trainer: ready",
+    ],
 )
 def test_down_removes_what_a_killed_up_has_left(instance: Instance, line: str) -> None:
     before = machine_state()

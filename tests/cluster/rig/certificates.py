@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.cluster.rig.errors import RigError
 from tests.cluster.rig.layout import Instance
-from tests.cluster.rig.network import API_SERVICE_ADDRESS, CONTROL_PLANE_ADDRESS
+from tests.cluster.rig.network import API_SERVICE_ADDRESS, CONTROL_PLANE_ADDRESS, NODE_ADDRESSES
 
 API_URL = f"https://{CONTROL_PLANE_ADDRESS}:6443"
 VALID_DAYS = "30"
@@ -40,7 +40,7 @@ class Certificates:
         self.folder = instance.state / "certificates"
         self.kubeconfigs = instance.admin_kubeconfig.parent
 
-    def create(self, nodes: list[str]) -> None:
+    def create(self) -> None:
         self.folder.mkdir(parents=True)
         self.kubeconfigs.mkdir(parents=True)
         self._make_authority()
@@ -48,7 +48,7 @@ class Certificates:
         # Service account tokens are signed with it.
         _openssl("genrsa", "-out", self.key("tokens"), "2048")
         _openssl("rsa", "-in", self.key("tokens"), "-pubout", "-out", self.path("tokens.pub"))
-        clients = {**CLIENTS, **{node: f"/O=system:nodes/CN=system:node:{node}" for node in nodes}}
+        clients = {**CLIENTS, **{node: f"/O=system:nodes/CN=system:node:{node}" for node in NODE_ADDRESSES}}
         for name, subject in clients.items():
             self._make(name, subject)
             self._write_kubeconfig(name)

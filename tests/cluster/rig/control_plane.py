@@ -9,7 +9,7 @@ from __future__ import annotations
 from tests.cluster.rig.certificates import FRONT_PROXY, Certificates
 from tests.cluster.rig.kubectl import Kubectl
 from tests.cluster.rig.layout import BuildOutput, Instance
-from tests.cluster.rig.network import CONTROL_PLANE_ADDRESS, DNS_SERVICE_ADDRESS, SERVICE_SUBNET, SUBNET
+from tests.cluster.rig.network import CONTROL_PLANE_ADDRESS, DNS_SERVICE_ADDRESS, NODE_ADDRESSES, SERVICE_SUBNET, SUBNET
 from tests.cluster.rig.processes import Processes
 
 ETCD_CLIENTS = "http://127.0.0.1:2379"
@@ -102,9 +102,13 @@ class ControlPlane:
             f"--cluster-signing-key-file={certificates.key('authority')}",
         )
         self._start("kube-scheduler", *self._kubeconfig_flags("scheduler"))
+
+    def start_proxy(self) -> None:
+        """Start kube-proxy, which waits for its node in ever longer steps: the node should exist."""
         self._start(
             "kube-proxy",
-            f"--kubeconfig={certificates.kubeconfig('proxy')}",
+            f"--kubeconfig={self._certificates.kubeconfig('proxy')}",
+            f"--hostname-override={next(iter(NODE_ADDRESSES))}",
             "--proxy-mode=iptables",
             f"--cluster-cidr={SUBNET}",
             f"--bind-address={CONTROL_PLANE_ADDRESS}",

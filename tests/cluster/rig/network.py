@@ -16,7 +16,8 @@ from tests.cluster.rig.prerequisites import find_command
 
 BRIDGE = "pods0"
 SUBNET = "10.77.0.0/16"
-CONTROL_PLANE_ADDRESS = "10.77.0.1"
+NODE_ADDRESSES = {"node-a": "10.77.0.1", "node-b": "10.77.0.2"}
+CONTROL_PLANE_ADDRESS = NODE_ADDRESSES["node-a"]
 FIRST_POD_ADDRESS = "10.77.1.1"
 SERVICE_SUBNET = "10.96.0.0/16"
 API_SERVICE_ADDRESS = "10.96.0.1"
@@ -30,14 +31,16 @@ def inside(instance: Instance) -> list[str]:
     return [find_command("nsenter") or "nsenter", f"--net={instance.network_namespace_file}", "--"]
 
 
-def create(instance: Instance, node_addresses: list[str]) -> None:
+def create(instance: Instance) -> None:
     _run(["ip", "netns", "add", instance.network_namespace])
     prefix_length = SUBNET.partition("/")[2]
     commands = [
         ["link", "set", "lo", "up"],
         ["link", "add", BRIDGE, "type", "bridge"],
-        *(["address", "add", f"{address}/{prefix_length}", "dev", BRIDGE] for address in node_addresses),
+        *(["address", "add", f"{address}/{prefix_length}", "dev", BRIDGE] for address in NODE_ADDRESSES.values()),
         ["link", "set", BRIDGE, "up"],
+        # Any route will do: the addresses of services are translated before a packet leaves.
+        ["route", "add", SERVICE_SUBNET, "dev", BRIDGE],
     ]
     for command in commands:
         _run([*inside(instance), "ip", *command])

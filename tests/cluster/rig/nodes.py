@@ -17,11 +17,10 @@ from tests.cluster.rig import cgroups
 from tests.cluster.rig.certificates import Certificates
 from tests.cluster.rig.errors import RigError
 from tests.cluster.rig.layout import BuildOutput, Instance
-from tests.cluster.rig.network import DNS_SERVICE_ADDRESS, pod_network_configuration
+from tests.cluster.rig.network import DNS_SERVICE_ADDRESS, NODE_ADDRESSES, pod_network_configuration
 from tests.cluster.rig.prerequisites import CNI_PLUGINS, SYSTEM_PATH, find_command
 from tests.cluster.rig.processes import Processes, clean_environment
 
-NODE_ADDRESSES = {"node-a": "10.77.0.1"}
 PRIVATE_FOLDERS = ("/run/containerd", "/var/lib/cni", "/var/lib/kubelet", "/var/log/containers", "/var/log/pods")
 """Mount points on the host, which `down` removes when they are empty."""
 CONTAINERD_CONFIGURATION = """\

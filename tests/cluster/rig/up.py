@@ -17,11 +17,12 @@ from tests.cluster.rig.builder.parts import build
 from tests.cluster.rig.certificates import Certificates
 from tests.cluster.rig.console import report
 from tests.cluster.rig.control_plane import ControlPlane
-from tests.cluster.rig.controllers import controllers, install, wait_until_ready
+from tests.cluster.rig.controllers import KUEUE, Controller, controllers, install, wait_until_ready
 from tests.cluster.rig.down import remove_cluster
 from tests.cluster.rig.kubectl import Kubectl, has_condition
 from tests.cluster.rig.layout import BuildOutput, Instance, build_output
-from tests.cluster.rig.nodes import NODE_ADDRESSES, Node
+from tests.cluster.rig.network import API_SERVICE_ADDRESS, NODE_ADDRESSES
+from tests.cluster.rig.nodes import Node
 from tests.cluster.rig.prerequisites import check_machine
 from tests.cluster.rig.processes import Processes
 
@@ -53,16 +54,16 @@ def cluster_kubectl(instance: Instance, output: BuildOutput) -> Kubectl:
 
 def is_up(instance: Instance) -> bool:
     """Whether the cluster was started completely and answers."""
-    return (instance.state / "nodes-ready").exists() and cluster_kubectl(instance, build_output()).succeeds(
+    return (instance.state / "started").exists() and cluster_kubectl(instance, build_output()).succeeds(
         "get", "--raw", "/readyz"
     )
 
 
 def _start_cluster(instance: Instance, output: BuildOutput, kubectl: Kubectl) -> None:
     instance.state.mkdir(parents=True)
-    network.create(instance, list(NODE_ADDRESSES.values()))
+    network.create(instance)
     certificates = Certificates(instance)
-    certificates.create(list(NODE_ADDRESSES))
+    certificates.create()
     report("network and certificates made")
     processes = Processes(instance)
     control_plane = ControlPlane(instance, output, certificates, processes)
@@ -86,8 +87,13 @@ def _start_cluster(instance: Instance, output: BuildOutput, kubectl: Kubectl) ->
     for node in nodes:
         node.start_kubelet(certificates)
     processes.wait_until("all nodes are ready", lambda: _nodes_are_ready(kubectl), timeout_s=NODE_WITHIN_S)
-    (instance.state / "nodes-ready").touch()
     report("nodes ready")
+    control_plane.start_proxy()
+    processes.wait_until(
+        "pods can reach the API server", lambda: _service_address_answers(kubectl), timeout_s=API_WITHIN_S
+    )
+    (instance.state / "started").touch()
+    report("services ready")
 
 
 def _nodes_are_ready(kubectl: Kubectl) -> bool:
@@ -95,14 +101,23 @@ def _nodes_are_ready(kubectl: Kubectl) -> bool:
     return len(nodes) == len(NODE_ADDRESSES) and all(has_condition("Ready")(node) for node in nodes)
 
 
+def _service_address_answers(kubectl: Kubectl) -> bool:
+    return kubectl.succeeds("get", "--raw", "/readyz", f"--server=https://{API_SERVICE_ADDRESS}")
+
+
 def _install_controllers(instance: Instance, output: BuildOutput, kubectl: Kubectl, *, full: bool) -> None:
     done_file = instance.state / "controllers.json"
     done = json.loads(done_file.read_text()) if done_file.exists() else []
-    missing = [controller for controller in controllers(full=full) if controller.name not in done]
-    for controller in missing:
+
+    def install_and_wait(controller: Controller) -> None:
         install(controller, output, kubectl, instance.state / "manifests")
-        report(f"{controller.name}: installed")
-    for controller in missing:
         wait_until_ready(controller, kubectl)
         report(f"{controller.name}: ready")
+
+    missing = [controller for controller in controllers(full=full) if controller.name not in done]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(install_and_wait, (controller for controller in missing if controller is not KUEUE)))
+    if KUEUE in missing:
+        # Last: until Kueue is ready, its webhooks refuse the deployments of the others.
+        install_and_wait(KUEUE)
     done_file.write_text(json.dumps([*done, *(controller.name for controller in missing)]))
