@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tests.cluster.rig.kubectl import Kubectl
+from tests.cluster.rig.cgroups import find_processes
+from tests.cluster.rig.kubectl import Kubectl, has_condition
 from tests.cluster.rig.layout import CACHE, Instance, build_output, default_instance
 from tests.cluster.rig.prerequisites import find_command
 from tests.cluster.rig.up import cluster_kubectl, is_up
@@ -33,6 +35,18 @@ class Cluster:
     @property
     def nodes(self) -> list[str]:
         return [node["metadata"]["name"] for node in self.kubectl.list("nodes")]
+
+    @contextlib.contextmanager
+    def frozen_kubelet(self, node: str) -> Iterator[None]:
+        """Stop the kubelet of a node for a while: the node becomes NotReady after 50 s, its pods run on."""
+        assert self.instance is not None, "only the kubelets of the rig can be frozen"
+        (kubelet,) = find_processes(self.instance, "kubelet", f"--hostname-override={node}")
+        os.kill(kubelet, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(kubelet, signal.SIGCONT)
+            self.kubectl.wait_for("node", node, has_condition("Ready"))
 
 
 @contextlib.contextmanager
@@ -56,10 +70,9 @@ def session_cluster(*, full: bool) -> Iterator[Cluster]:
             run_rig("down")
 
 
-def run_rig(*arguments: str, instance: Instance | None = None) -> None:
+def run_rig(*arguments: str) -> None:
     """Run the rig in a process of its own: it enters the cgroup of the cluster."""
-    environment = {**os.environ, "REPRIEVE_CLUSTER": instance.name if instance else default_instance().name}
-    subprocess.run([sys.executable, "-m", "tests.cluster.rig", *arguments], cwd=ROOT, env=environment, check=True)
+    subprocess.run([sys.executable, "-m", "tests.cluster.rig", *arguments], cwd=ROOT, check=True)
 
 
 def _is_last_user(lock: int) -> bool:

@@ -1,12 +1,13 @@
-"""What a cluster could leave on a machine: taken before `up` and after `down`, the two must be equal.
+"""What a cluster could leave on a machine: listed before `up` and after `down`, it must be the same.
 
-Only what is outside of namespaces counts. Names of other clusters that are up meanwhile do not disturb: they are there
-before and after.
+Other clusters and other tests may come and go meanwhile. So the list leaves out names of other clusters, and mounts in
+the folder for temporary files.
 """
 
 from __future__ import annotations
 
 import subprocess
+import tempfile
 from pathlib import Path
 
 from tests.cluster.rig.cgroups import mounted_hierarchies
@@ -16,23 +17,29 @@ from tests.cluster.rig.nodes import PRIVATE_FOLDERS
 from tests.cluster.rig.prerequisites import find_command
 
 
-def machine_state() -> set[str]:
-    """Links, bridges, iptables chains and rules, network namespaces, mounts, cgroups and folders of the host."""
-    links = [line.split(": ")[1] for line in _output("ip", "-oneline", "link").splitlines()]
+def machine_state(instance: Instance) -> set[str]:
+    """Links, bridges, iptables rules, network namespaces, mounts, cgroups and folders of the host."""
     rules = [line for line in _output("iptables-save").splitlines() if line.startswith((":", "-A"))]
-    namespaces = [line.split()[0] for line in _output("ip", "netns", "list").splitlines()]
-    mounts = mounts_below(Path("/"))
-    cgroups = [str(path) for hierarchy in mounted_hierarchies() for path in hierarchy.iterdir() if path.is_dir()]
-    folders = [path for path in (*PRIVATE_FOLDERS, "/etc/cni", str(STATE)) if Path(path).exists()]
-    kinds = {
-        "link": links,
+    found = {
+        "link": [line.split(": ")[1] for line in _output("ip", "-oneline", "link").splitlines()],
         "iptables": [rule.partition(" [")[0] for rule in rules],
-        "network namespace": namespaces,
-        "mount": mounts,
-        "cgroup": cgroups,
-        "folder": folders,
+        "network namespace": [line.split()[0] for line in _output("ip", "netns", "list").splitlines()],
+        "mount": [path for path in mounts_below(Path("/")) if not path.startswith(tempfile.gettempdir())],
+        "cgroup": [str(path) for hierarchy in mounted_hierarchies() for path in hierarchy.iterdir() if path.is_dir()],
+        "folder": [path for path in (str(instance.state), *_shared_folders(instance)) if Path(path).exists()],
     }
-    return {f"{kind} {name}" for kind, names in kinds.items() for name in names}
+    return {
+        f"{kind} {name}"
+        for kind, names in found.items()
+        for name in names
+        if "reprieve-" not in name or instance.name in name
+    }
+
+
+def _shared_folders(instance: Instance) -> list[str]:
+    """Folders that the last cluster removes; while there are other clusters, they are theirs."""
+    others = [path for path in STATE.iterdir() if path != instance.state] if STATE.exists() else []
+    return [] if others else [str(STATE), *PRIVATE_FOLDERS]
 
 
 def processes_with(instance: Instance) -> list[str]:

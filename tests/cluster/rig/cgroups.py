@@ -62,6 +62,18 @@ def member_pids(instance: Instance) -> list[int]:
     return [pid for pid in members if pid != os.getpid()]
 
 
+def find_processes(instance: Instance, program: str, argument: str) -> list[int]:
+    """The processes of the cluster that run a program with the given argument."""
+    found = []
+    for pid in member_pids(instance):
+        with contextlib.suppress(OSError):
+            executable = Path(f"/proc/{pid}/exe").readlink().name
+            arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+            if executable == program and argument in arguments:
+                found.append(pid)
+    return found
+
+
 def _is_member(process: Path, cgroup: str) -> bool:
     """Whether a living process is in the cgroup. A zombie has no executable, and needs no killing."""
     try:

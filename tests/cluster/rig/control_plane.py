@@ -9,7 +9,13 @@ from __future__ import annotations
 from tests.cluster.rig.certificates import FRONT_PROXY, Certificates
 from tests.cluster.rig.kubectl import Kubectl
 from tests.cluster.rig.layout import BuildOutput, Instance
-from tests.cluster.rig.network import CONTROL_PLANE_ADDRESS, DNS_SERVICE_ADDRESS, NODE_ADDRESSES, SERVICE_SUBNET, SUBNET
+from tests.cluster.rig.network import (
+    CONTROL_PLANE_ADDRESS,
+    CONTROL_PLANE_NODE,
+    DNS_SERVICE_ADDRESS,
+    SERVICE_SUBNET,
+    SUBNET,
+)
 from tests.cluster.rig.processes import Processes
 
 ETCD_CLIENTS = "http://127.0.0.1:2379"
@@ -108,7 +114,7 @@ class ControlPlane:
         self._start(
             "kube-proxy",
             f"--kubeconfig={self._certificates.kubeconfig('proxy')}",
-            f"--hostname-override={next(iter(NODE_ADDRESSES))}",
+            f"--hostname-override={CONTROL_PLANE_NODE}",
             "--proxy-mode=iptables",
             f"--cluster-cidr={SUBNET}",
             f"--bind-address={CONTROL_PLANE_ADDRESS}",

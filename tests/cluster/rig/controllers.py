@@ -16,6 +16,7 @@ from typing import Any
 
 from tests.cluster.rig.kubectl import Kubectl
 from tests.cluster.rig.layout import BuildOutput
+from tests.cluster.rig.network import CONTROL_PLANE_NODE
 
 READY_WITHIN_S = 180
 KUEUE_FRAMEWORKS = ("batch/job", "jobset.x-k8s.io/jobset", "trainer.kubeflow.org/trainjob")
@@ -121,11 +122,15 @@ def wait_until_ready(controller: Controller, kubectl: Kubectl) -> None:
 
 def _deployment_patch(controller: Controller) -> dict[str, Any]:
     probe = {"initialDelaySeconds": 1, "periodSeconds": 1}
-    container = "/spec/template/spec/containers/0"
+    pod = "/spec/template/spec"
+    container = f"{pod}/containers/0"
+    # Tests drain and freeze the other node.
+    node = {"kubernetes.io/hostname": CONTROL_PLANE_NODE}
     changes = [
         {"op": "add", "path": f"{container}/image", "value": f"localhost/{controller.name}:1"},
         {"op": "add", "path": f"{container}/imagePullPolicy", "value": "Never"},
         {"op": "add", "path": f"{container}/resources", "value": {"requests": {"cpu": "50m", "memory": "64Mi"}}},
+        {"op": "add", "path": f"{pod}/nodeSelector", "value": node},
         *({"op": "add", "path": f"{container}/readinessProbe/{key}", "value": value} for key, value in probe.items()),
     ]
     if controller.arguments:
