@@ -34,6 +34,8 @@ START_OVER = "REPRIEVE_START_OVER"
 DRILL = "REPRIEVE_DRILL"
 """The environment variable with the scratch folder of `reprieve drill`, which leaves the run's checkpoints alone."""
 
+TEMPORARY_FOLDERS = ("/tmp", "/var/tmp")  # noqa: S108 - a folder with a random name is created there
+_SHARED_MEMORY = "/dev/shm"  # noqa: S108 - the same; writable where the root file system is read-only
 STEP_REPORT_INTERVAL_S = 0.2
 _SEND_TIMEOUT_S = 1.0
 _MAX_TEXT_LENGTH = 8_000
@@ -320,7 +322,7 @@ class Listener:
     """The launcher's end: a socket in a folder that only this user can enter."""
 
     def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="reprieve-"))
+        self._folder = _make_temporary_folder()
         self.path = self._folder / "launcher"
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         self.socket.bind(str(self.path))
@@ -339,3 +341,11 @@ class Listener:
     def close(self) -> None:
         self.socket.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _make_temporary_folder() -> Path:
+    """Not by tempfile alone, which falls back to the working directory: that may be a volume without sockets."""
+    for folder in filter(None, (os.environ.get("TMPDIR"), *TEMPORARY_FOLDERS)):
+        with contextlib.suppress(OSError):
+            return Path(tempfile.mkdtemp(prefix="reprieve-", dir=folder))
+    return Path(tempfile.mkdtemp(prefix="reprieve-", dir=_SHARED_MEMORY))

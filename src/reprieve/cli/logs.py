@@ -29,7 +29,9 @@ def main(args: Namespace) -> int:
     record, folder = runs.find(run), runs.folder(run)
     paths = [path for path in (folder / "log.1", folder / "log") if path.exists()]
     if not paths:
-        raise ConfigError(f"{run} has no log: it printed nothing, or {folder} could not be written")
+        raise ConfigError(
+            f"{run} has no log: it printed nothing, it runs in a pod (kubectl logs), or {folder} could not be written"
+        )
     printed = [path.read_bytes() for path in paths]
     _print(b"".join(printed), args.lines)
     at = len(printed[-1])

@@ -25,6 +25,7 @@ from reprieve.checkpoint.folder.lease import read_record
 from reprieve.checkpoint.folder.paths import LEASE_FOLDER
 from reprieve.errors import ConfigError
 from reprieve.host import in_pod
+from reprieve.launch import restricted_container
 from reprieve.launch.attempt import STOP_SIGNALS, Attempt, SignalReceiver
 from reprieve.launch.command import Command
 from reprieve.launch.import_hook import finder
@@ -99,7 +100,7 @@ class Launcher:
     def _attempts(self, signals: SignalReceiver) -> int:
         self._record = self._open_record()
         restarts = RestartPolicy(self.settings.max_restarts)
-        output_log = OutputLog(self._folder.path / "log")
+        output_log = OutputLog(None if in_pod(self.env) else self._folder.path / "log")  # the kubelet keeps one
         if (refusal := self._use_attempt_log()) is not None:
             return self._exit(permanent_failure(refusal))
         while True:
@@ -179,6 +180,7 @@ class Launcher:
         if self.settings.fresh:
             env[START_OVER] = self._start_over
         finder.add_to(env)
+        restricted_container.add_missing(env, self._listener.path.parent)
         return env
 
     # The record
@@ -258,7 +260,8 @@ class Launcher:
         if self._folder.problem is not None and not self._warned_record:
             self._warned_record = True
             print_message(
-                f"the run record cannot be written: {self._folder.problem}. `reprieve status` will not show this run"
+                f"the run record cannot be written: {self._folder.problem}. `reprieve status` will not show this run, "
+                "and `reprieve logs` has no copy of its output"
             )
 
     def _use_attempt_log(self) -> str | None:

@@ -111,7 +111,9 @@ def state_folder(env: Mapping[str, str] = os.environ) -> Path:
         return Path(given).expanduser().absolute()
     if given := env.get("XDG_STATE_HOME"):
         return Path(given).expanduser().absolute() / "reprieve"
-    return Path("~/.local/state/reprieve").expanduser()
+    with contextlib.suppress(RuntimeError):  # no HOME, and a uid without a passwd entry
+        return Path("~/.local/state/reprieve").expanduser()
+    return Path("/.local/state/reprieve")
 
 
 class Runs:
