@@ -281,6 +281,11 @@ class Launcher:
             attempt for attempt in earlier if (attempt.launcher, attempt.launched) not in known
         ]
         self._record.attempts.sort(key=lambda attempt: attempt.launched)
+        if earlier and earlier[-1].cause == RunState.LOST:
+            print_message(
+                f"the attempt before this one was killed without notice, after step {earlier[-1].to_step or 0}. What "
+                "it trained since its last checkpoint is repeated"
+            )
         if self.settings.name is None or not in_pod(self.env):
             return None  # a person starts it again, after a change
         return find_endless_restarts(self._record.attempts, self.settings.name)

@@ -18,7 +18,7 @@ from typing import Any
 from tests.cluster.kit.objects import GRACE_PERIOD_S, Object, pod_spec, reprieve_runtime, train_job
 from tests.cluster.kit.pod_watch import PodState, PodWatch
 from tests.cluster.rig.kubectl import Kubectl, has_condition
-from tests.support.launch_kit import JOB, Lab
+from tests.support.launch_kit import JOB, Lab, processes_with
 
 NODES = 2
 START_S = 120
@@ -91,6 +91,10 @@ class Training:
     def rank(self, number: int) -> str:
         """The name of the running pod of a rank."""
         return next(pod.name for pod in self.pods.running() if pod.index == number)
+
+    def processes(self) -> list[int]:
+        """The processes of this job's pods, as the machine sees them: launchers, torchruns, ranks."""
+        return processes_with(str(self.lab.job))
 
     def after(self, disruption: Callable[[], None]) -> Generation:
         """Disrupt the running generation, wait until both its pods have ended, and return how they did."""

@@ -36,6 +36,8 @@ class Options:
     """The script ends there, with 0."""
     kill_at: int | None = None
     """The last rank kills itself there."""
+    exhaust_at: int | None = None
+    """The last rank takes memory from there on, until it is killed."""
     deaf: bool = False
     """Ignores SIGTERM, in the whole process."""
     slow: int | None = None
@@ -86,6 +88,9 @@ def main(options: Options) -> None:
                     return
                 if run.steps == options.kill_at and rank == ranks - 1:
                     os.kill(os.getpid(), signal.SIGKILL)
+                if run.steps == options.exhaust_at and rank == ranks - 1:
+                    taken = [bytearray(os.urandom(2**24)) for _ in range(10_000)]
+                    print(len(taken))
                 if run.steps == options.crash_at:
                     raise RuntimeError(f"it always fails at step {run.steps}")
                 if run.steps == options.hang_at:

@@ -1,0 +1,86 @@
+"""Pods that are killed without notice, and pods that were thought dead: the newest periodic checkpoint counts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from reprieve.checkpoint.folder.catalog import list_checkpoints
+from tests.cluster.kit.objects import pod, pod_spec
+from tests.cluster.kit.pod_watch import PodWatch
+from tests.cluster.kit.training import Training
+from tests.cluster.rig.kubectl import Kubectl
+from tests.support.launch_kit import JOB, Lab, processes_with, until
+
+pytestmark = pytest.mark.timeout(600)
+
+EVERY = 5
+
+
+def test_a_job_that_is_killed_resumes_from_its_periodic_checkpoint(
+    namespace: Kubectl, pods: PodWatch, tmp_path: Path
+) -> None:
+    """SIGKILL to a container, out of memory, force delete: each counts once, and is named in the log."""
+    options = {"steps": 60, "step_s": 0.1, "every": EVERY}
+    training = Training(namespace, pods, Lab(tmp_path), options)
+    training.start()
+
+    def kill() -> None:
+        for pid in training.processes():
+            os.kill(pid, signal.SIGKILL)
+
+    def force_delete() -> None:
+        namespace.delete("pod", training.rank(0), "--force", "--grace-period=0", wait=False)
+
+    for number, disruption in enumerate((kill, force_delete), start=1):
+        training.wait_for_steps(EVERY + 2)
+        uids = {state.uid for state in pods.running()}
+        disruption()
+        pods.wait_for(
+            lambda watch, uids=uids: not uids & {state.uid for state in watch.running()}, "both pods end", timeout_s=90
+        )
+        until(lambda number=number: training.counted_restarts == number, limit_s=30)
+    training.wait_until_complete()
+    logs = namespace.logs([state.name for state in pods.latest() if state.index == 0][-1], "--container=node")
+    assert "resuming from checkpoint-" in logs and "was killed without notice, after step" in logs, logs
+
+
+def test_a_pod_that_wakes_up_after_another_took_over_changes_nothing(
+    namespace: Kubectl, pods: PodWatch, tmp_path: Path
+) -> None:
+    """A node may be unreachable for minutes and then come back, with its pods."""
+    lab = Lab(tmp_path)
+    environment = {"OMP_NUM_THREADS": "1", "REPRIEVE_RUN": "uid-1", "PYTHONDONTWRITEBYTECODE": "1"}
+
+    def start(name: str, steps: int) -> None:
+        options = lab.options(steps=steps, step_s=0.1, every=EVERY)
+        command = [sys.executable, "-m", "reprieve", "run", "python", JOB, options]
+        spec = pod_spec(
+            container="main", command=command, with_host_python=True, folders=[lab.job], environment=environment
+        )
+        namespace.apply(pod(name, spec))
+
+    start("old", 10_000)
+    until(lambda: lab.last_step() >= 2 * EVERY, limit_s=120)
+    frozen = processes_with(str(lab.job))
+    for pid in frozen:
+        os.kill(pid, signal.SIGSTOP)
+    stopped_at = lab.last_step()
+    start("new", 120)
+    until(lambda: lab.last_step() > stopped_at + 2 * EVERY, limit_s=120)
+    for pid in frozen:
+        os.kill(pid, signal.SIGCONT)
+    pods.wait_for(lambda watch: len(watch.ended()) == 2, "both pods end", timeout_s=120)
+    ends = {state.name: state.exit_code for state in pods.ended()}
+    assert ends["new"] == 0 and ends["old"] not in (0, 143), pods.history()
+    assert "must not write any more" in namespace.logs("old"), namespace.logs("old")
+    time.sleep(1)
+    found = list_checkpoints(lab.job / "checkpoints")
+    assert [info.problem for info in found] == [None] * len(found)
+    assert {info.manifest.attempt for info in found if info.manifest} == {2}, "the old pod's are gone, none is new"
+    assert found[0].step == 120
