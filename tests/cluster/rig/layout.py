@@ -42,9 +42,9 @@ class BuildOutput:
                 return self.part(part.name) / "manifests" / name
         raise KeyError(name)
 
-    def images(self) -> list[Path]:
-        """The archives that every node imports."""
-        return sorted(self.root.glob("*/images/*.tar"))
+    def images(self, part: str) -> list[Path]:
+        """The image archives of a part, which every node imports."""
+        return sorted(self.part(part).glob("images/*.tar"))
 
     def missing_parts(self, *, full: bool) -> list[str]:
         return [name for name in part_names(full=full) if not self.part(name).is_dir()]

@@ -52,14 +52,14 @@ class Node:
         self._output = output
         self._processes = processes
         self._folder = instance.state / "nodes" / name
+        self._containerd_configuration = self._folder / "containerd.toml"
 
     def start_containerd(self) -> None:
         """Make the mount namespace of the node and start containerd in it."""
         network = self._folder / "network"
         network.mkdir(parents=True)
         (network / "pods.conflist").write_text(pod_network_configuration(self._instance))
-        configuration = self._folder / "containerd.toml"
-        configuration.write_text(
+        self._containerd_configuration.write_text(
             CONTAINERD_CONFIGURATION.format(root=self._folder / "containerd", plugins=CNI_PLUGINS, network=network)
         )
         self._processes.start(
@@ -71,7 +71,7 @@ class Node:
                 "sh",
                 str(self._binary("containerd")),
                 "--config",
-                str(configuration),
+                str(self._containerd_configuration),
             ],
             prefix=["unshare", "--mount", "--propagation", "slave"],
             # The shim of the same release must come first.
@@ -85,9 +85,10 @@ class Node:
             return False
         return True
 
-    def import_images(self) -> None:
-        for archive in self._output.images():
-            self._ctr("--namespace=k8s.io", "images", "import", str(archive))
+    def import_images(self, parts: list[str]) -> None:
+        for part in parts:
+            for archive in self._output.images(part):
+                self._ctr("--namespace=k8s.io", "images", "import", str(archive))
 
     def start_kubelet(self, certificates: Certificates) -> None:
         address = NODE_ADDRESSES[self.name]
@@ -145,8 +146,10 @@ class Node:
 
     def _inside(self) -> list[str]:
         """The command prefix that enters the node's mount namespace, which its containerd holds."""
-        pid = self._processes.pid(f"{self.name}-containerd")
-        return [find_command("nsenter") or "nsenter", f"--mount=/proc/{pid}/ns/mnt", "--"]
+        found = cgroups.find_processes(self._instance, "containerd", str(self._containerd_configuration))
+        if not found:
+            raise RigError(f"containerd of {self.name} does not run")
+        return [find_command("nsenter") or "nsenter", f"--mount=/proc/{found[0]}/ns/mnt", "--"]
 
     def _ctr(self, *arguments: str) -> None:
         done = subprocess.run(

@@ -49,9 +49,6 @@ class Processes:
             )
         self._started[name] = process
 
-    def pid(self, name: str) -> int:
-        return self._started[name].pid
-
     def wait_until(self, what: str, condition: Callable[[], bool], *, timeout_s: float) -> None:
         """Wait for a condition; fail at once, with the end of its log, when a process has ended."""
         deadline = time.monotonic() + timeout_s

@@ -20,7 +20,7 @@ from tests.cluster.rig.control_plane import ControlPlane
 from tests.cluster.rig.controllers import KUEUE, Controller, controllers, install, wait_until_ready
 from tests.cluster.rig.down import remove_cluster
 from tests.cluster.rig.kubectl import Kubectl, has_condition
-from tests.cluster.rig.layout import BuildOutput, Instance, build_output
+from tests.cluster.rig.layout import BuildOutput, Instance, build_output, part_names
 from tests.cluster.rig.network import API_SERVICE_ADDRESS, NODE_ADDRESSES
 from tests.cluster.rig.nodes import Node
 from tests.cluster.rig.prerequisites import check_machine
@@ -67,14 +67,14 @@ def _start_cluster(instance: Instance, output: BuildOutput, kubectl: Kubectl) ->
     report("network and certificates made")
     processes = Processes(instance)
     control_plane = ControlPlane(instance, output, certificates, processes)
-    nodes = [Node(name, instance, output, processes) for name in NODE_ADDRESSES]
+    nodes = _nodes(instance, output, processes)
     control_plane.start_api()
     for node in nodes:
         node.start_containerd()
     for node in nodes:
         processes.wait_until(f"containerd of {node.name} answers", node.containerd_answers, timeout_s=30)
     with ThreadPoolExecutor() as pool:
-        imports = [pool.submit(node.import_images) for node in nodes]
+        imports = [pool.submit(node.import_images, part_names(full=False)) for node in nodes]
         processes.wait_until(
             "the API server answers", lambda: kubectl.succeeds("get", "--raw", "/readyz"), timeout_s=API_WITHIN_S
         )
@@ -94,6 +94,10 @@ def _start_cluster(instance: Instance, output: BuildOutput, kubectl: Kubectl) ->
     )
     (instance.state / "started").touch()
     report("services ready")
+
+
+def _nodes(instance: Instance, output: BuildOutput, processes: Processes) -> list[Node]:
+    return [Node(name, instance, output, processes) for name in NODE_ADDRESSES]
 
 
 def _nodes_are_ready(kubectl: Kubectl) -> bool:
@@ -119,5 +123,7 @@ def _install_controllers(instance: Instance, output: BuildOutput, kubectl: Kubec
         list(pool.map(install_and_wait, (controller for controller in missing if controller is not KUEUE)))
     if KUEUE in missing:
         # Last: until Kueue is ready, its webhooks refuse the deployments of the others.
+        for node in _nodes(instance, output, Processes(instance)):
+            node.import_images([KUEUE.name])
         install_and_wait(KUEUE)
     done_file.write_text(json.dumps([*done, *(controller.name for controller in missing)]))
