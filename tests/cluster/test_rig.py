@@ -18,9 +18,12 @@ from tests.cluster.rig.layout import Instance
 from tests.cluster.rig.up import is_up
 from tests.support.places import ROOT
 
-pytestmark = pytest.mark.skipif(
-    "REPRIEVE_TEST_KUBECONFIG" in os.environ, reason="the tests use a cluster that the rig does not start"
-)
+pytestmark = [
+    pytest.mark.xdist_group("rig"),
+    pytest.mark.skipif(
+        "REPRIEVE_TEST_KUBECONFIG" in os.environ, reason="the tests use a cluster that the rig does not start"
+    ),
+]
 WARM_UP_S = 60
 
 
