@@ -10,7 +10,8 @@
     │   ├── InvalidCheckpoint  one checkpoint is incomplete, damaged or not trusted; the message says why
     │   └── NoValidCheckpoint  there are checkpoints, and none of them is valid
     ├── StorageError           the storage refused: permission, read-only, not a folder, an I/O error
-    │   └── StorageFull        not enough room; names the bytes needed and the bytes free
+    │   ├── StorageFull        not enough room; names the bytes needed and the bytes free
+    │   └── FolderNotWritable  this user may not write to the checkpoint folder; names the uid
     ├── OwnershipError         about the right to write to a checkpoint folder
     │   ├── FolderInUse        another run, still alive, holds the folder's lease
     │   └── Fenced             a newer attempt of the same run has taken over
@@ -77,6 +78,10 @@ class StorageFull(StorageError):
     """Not enough room for a checkpoint."""
 
 
+class FolderNotWritable(StorageError):
+    """This process's user may not write to the checkpoint folder."""
+
+
 class OwnershipError(ReprieveError):
     """This process may not, or no longer, write to a checkpoint folder."""
 
@@ -119,7 +124,7 @@ def is_permanent(error: BaseException) -> bool:
     """Whether the error is a permanent failure: a restart would fail again. Exit code 42."""
     if isinstance(error, RankFailed):
         return error.permanent
-    return isinstance(error, ConfigError | StateError | NoValidCheckpoint | FolderInUse)
+    return isinstance(error, ConfigError | StateError | NoValidCheckpoint | FolderInUse | FolderNotWritable)
 
 
 def _rank_failed(rank: int | None, reason: str, during: str | None, permanent: bool) -> RankFailed:

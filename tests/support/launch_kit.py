@@ -91,10 +91,13 @@ class Lab:
         lines = path.read_text().splitlines() if path.exists() else []
         return int(json.loads(lines[-1])[0]) if lines else 0
 
+    def termination(self) -> dict[str, Any]:
+        """Return the content of the termination log."""
+        return dict(json.loads((self.folder / "exit-message").read_text()))
+
     def exit_message(self) -> str:
-        """Return the launcher's exit message. The progress of a rank may be in the same file."""
-        found = (self.folder / "exit-message").read_text()
-        return str(json.loads(found)["message"]) if found.startswith("{") else found
+        """Return the launcher's exit message, which is in the termination log."""
+        return str(self.termination()["message"])
 
 
 class Ended:

@@ -17,6 +17,7 @@ from typing import Any
 from reprieve import exit_codes
 from reprieve._version import __version__
 from reprieve.errors import ConfigError, ReprieveError
+from reprieve.run_state import RunState
 
 COMMANDS = {
     "run": "run a training command so that it can be stopped at any moment",
@@ -55,9 +56,13 @@ def execute(words: Sequence[str]) -> int:
         return int(command.main(_parser(name, command).parse_args(rest)))
     except ReprieveError as error:
         print(f"error: {error}", file=sys.stderr)
+        if name not in _TRAINING_COMMANDS or not isinstance(error, ConfigError):
+            return exit_codes.USAGE_ERROR
         # Commands that start a training exit like one: a wrong setting is a permanent failure.
-        is_permanent = name in _TRAINING_COMMANDS and isinstance(error, ConfigError)
-        return exit_codes.PERMANENT_FAILURE if is_permanent else exit_codes.USAGE_ERROR
+        from reprieve.launch.messages import write_exit_message
+
+        write_exit_message(f"permanent failure, restarting will not help: {error}", RunState.FAILED)
+        return exit_codes.PERMANENT_FAILURE
     except BrokenPipeError:  # `reprieve ls | head`
         sys.stderr.close()
         return 0

@@ -27,8 +27,9 @@ from typing import Any
 from reprieve.errors import ConfigError
 from reprieve.launch.command import NotFound, parse
 from reprieve.launch.launcher import Launcher
-from reprieve.launch.messages import print_message
+from reprieve.launch.messages import print_exit_message, print_message
 from reprieve.launch.runs.run_record import Runs, check_name
+from reprieve.run_state import RunState
 from reprieve.settings import SETTINGS, Settings, option_of, resolve
 
 _OPTIONS = {name: setting for name, setting in SETTINGS.items() if setting.is_option}
@@ -71,7 +72,7 @@ def launch(command: Sequence[str], settings: Settings, **options: Any) -> int:
     try:
         return Launcher(parse(command), settings, **options).run()
     except NotFound as error:
-        print_message(str(error))
+        print_exit_message(str(error), RunState.FAILED)
         return error.code
 
 

@@ -128,7 +128,7 @@ class Launcher:
         self._update_record(outcome.state, outcome.message, outcome.code)
         if self._attempt_log is not None:
             self._attempt_log.close()
-        print_exit_message(outcome.message)
+        print_exit_message(outcome.message, outcome.state, self._record.step)
         return outcome.code
 
     def _attempt(self, signals: SignalReceiver, output_log: OutputLog) -> Outcome:

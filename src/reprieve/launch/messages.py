@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from pathlib import Path
+
+from reprieve.run_state import RunState
 
 
 def print_message(text: str) -> None:
@@ -13,21 +14,16 @@ def print_message(text: str) -> None:
         os.write(2, f"reprieve: {text}\n".encode(errors="replace"))
 
 
-def print_exit_message(text: str) -> None:
+def print_exit_message(text: str, state: RunState, step: int = 0) -> None:
     """Print how the run ended, and write it to the termination log where there is one."""
     print_message(text)
+    write_exit_message(text, state, step)
+
+
+def write_exit_message(text: str, state: RunState, step: int = 0) -> None:
+    """Write how the run ended to the termination log where there is one."""
     from reprieve.progress.sinks import termination_log
 
-    path = termination_log.path()
-    with contextlib.suppress(OSError):
-        if path.exists():
-            # The progress that a rank has written stays: operators read it there.
-            content = termination_log.with_message(_content(path), text)
-            path.write_bytes(content or text.encode(errors="replace")[: termination_log.MAX_BYTES])
-
-
-def _content(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
+    # The training process does not know whether a stop was a preemption or a pause, and neither do readers of its log.
+    known = {RunState.PREEMPTED: RunState.STOPPED, RunState.PAUSED: RunState.STOPPED, RunState.HUNG: RunState.FAILED}
+    termination_log.add_message(text, known.get(state, state), step)

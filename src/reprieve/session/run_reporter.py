@@ -26,6 +26,7 @@ from reprieve.launcher_protocol import STEP_REPORT_INTERVAL_S, Reporter
 from reprieve.progress import pod
 from reprieve.progress.failure_reason import reason
 from reprieve.progress.publisher import Publisher
+from reprieve.progress.sinks import termination_log
 from reprieve.progress.snapshot import ListedCheckpoint
 from reprieve.progress.tracker import Tracker
 from reprieve.session.adapter import TrainingProgress
@@ -70,9 +71,11 @@ class RunReporter:
             cause = error.reason if isinstance(error, RankFailed) else f"{type(error).__name__}: {error}"
             self._reporter.send(launcher_protocol.Refused(error=cause))
         self.failed(error)
-        # If another run owns the folder, it may publish to the same progress file.
-        if self._is_first_rank and self._publisher is None and not isinstance(error, OwnershipError):
-            self._publisher = Publisher.from_environment(self.tracker, self._settings).start()
+        if self._is_first_rank and self._publisher is None:
+            if isinstance(error, OwnershipError):
+                self._publish_to_termination_log()
+            else:
+                self._publisher = Publisher.from_environment(self.tracker, self._settings).start()
 
     def failed(self, error: BaseException) -> None:
         """Record the error that ends the run, unless it has ended already."""
@@ -161,6 +164,8 @@ class RunReporter:
         """Report the end of a stop. `times`: monotonic times of its phases. `state`: fingerprints of what was saved."""
         self._reporter.send(launcher_protocol.Stopped(step=step, saved=saved, times=times, **state))
         self.tracker.stopped(self._reason, saved=saved)
+        if self._is_first_rank and self._publisher is None:
+            self._publish_to_termination_log()
         self._close_publisher()
 
     def closing(self, step: int, *, finished: bool) -> None:
@@ -193,6 +198,12 @@ class RunReporter:
             ],
         )
         return found
+
+    def _publish_to_termination_log(self) -> None:
+        """Publish the end to the sink of this container alone: another run, or an earlier attempt of this one, may hold
+        the folder and publish to the same progress file."""
+        if (log := termination_log.path()).exists() and not self.is_drill:
+            self._publisher = Publisher(self.tracker, [termination_log.TerminationSink(log)]).start()
 
     def _close_publisher(self) -> None:
         if self._publisher is not None:

@@ -14,6 +14,7 @@ import pytest
 import reprieve
 from reprieve.checkpoint.folder import startup
 from reprieve.checkpoint.format.manifest import read_manifest
+from reprieve.errors import is_permanent
 from reprieve.storage.disk import Disk
 from tests.powercut.rigs.kernel import mount
 from tests.powercut.rigs.loopfs import LoopDisk, why_unavailable
@@ -181,11 +182,14 @@ def test_a_folder_without_permission(tmp_path: Path) -> None:
             os.seteuid(65534)
             job.checkpointer(folder / "checkpoints")
         except reprieve.StorageError as error:
-            os.write(writing, str(error).encode())
+            os.write(writing, f"{is_permanent(error)} {error}".encode())
         finally:
             os._exit(0)
     os.close(writing)
     with os.fdopen(reading) as output:
         text = output.read()
     os.waitpid(child, 0)
-    assert "no permission" in text and str(folder) in text
+    assert text.startswith(
+        f"True cannot use {folder}/checkpoints for checkpoints: no permission for uid 65534, gid 65534"
+    )
+    assert "fsGroup" in text

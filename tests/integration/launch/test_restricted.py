@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,10 +58,22 @@ def test_it_trains_saves_and_stops(lab: Lab, ranks: int, read_only: bool, uid: i
     ended = launched.wait()
     assert ended.code == 143, str(ended)
     assert "saved at step" in lab.exit_message()
-    assert ended.err.count("the run record cannot be written") == 1, str(ended)
+    problem = "Read-only file system" if read_only else "Permission denied"
+    assert ended.err.count(f"the run record cannot be written: {problem}") == 1, str(ended)
     scratch = re.search(r"temporary files go to (/dev/shm/reprieve-\w+)", ended.err)
     assert (scratch is not None) == read_only, str(ended)
     assert scratch is None or not Path(scratch[1]).exists(), "nothing is left behind"
+
+
+def test_a_folder_that_the_uid_may_not_write_to(lab: Lab) -> None:
+    """The volume belongs to root. A restart would not help."""
+    script = "import reprieve, torch; reprieve.Run('checkpoints', model=torch.nn.Linear(1, 1))"
+    words = ["env", f"--chdir={lab.job}", *REPRIEVE, "run", sys.executable, "-c", script]
+    (lab.folder / "exit-message").chmod(0o666)
+    ended = Launched(lab, containers.restricted(words, writable=lab.folder)).wait()
+    assert ended.code == 42, str(ended)
+    for part in (f"uid {containers.UID}", str(lab.job / "checkpoints"), "fsGroup"):
+        assert part in lab.exit_message(), lab.termination()
 
 
 def test_in_a_pod_there_is_no_second_copy_of_the_log(lab: Lab) -> None:

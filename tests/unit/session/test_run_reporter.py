@@ -229,11 +229,47 @@ def test_why_a_run_could_not_begin_is_told(tmp_path: Path, told: Path) -> None:
     assert found["reason"].startswith("StateMismatch: ")
 
 
-def test_who_may_not_have_the_folder_does_not_speak_for_whoever_has_it(told: Path) -> None:
+@pytest.fixture
+def termination_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "termination-log"
+    path.touch()
+    monkeypatch.setenv("REPRIEVE_TERMINATION_LOG", str(path))
+    return path
+
+
+def test_who_may_not_have_the_folder_does_not_speak_for_whoever_has_it(told: Path, termination_log: Path) -> None:
+    """Except to its own pod."""
     reporter = RunReporter(0, 1, resolve({}), bar=False)
     reporter.refused(FolderInUse("another run has it"))
     reporter.closing(0, finished=False)
     assert not told.exists()
+    content = json.loads(termination_log.read_text())
+    assert (content["state"], content["reason"]) == ("failed", "FolderInUse: another run has it")
+
+
+def test_a_stop_before_the_run_has_begun_is_in_the_termination_log(told: Path, termination_log: Path) -> None:
+    """An earlier attempt may still write the progress file."""
+    reporter = RunReporter(0, 1, resolve({}), bar=False)
+    reporter.stopping("SIGTERM", 0)
+    reporter.stopped(0, saved=False, times={})
+    assert not told.exists()
+    content = json.loads(termination_log.read_text())
+    assert (content["state"], content["reason"], content["currentStep"]) == ("stopped", "SIGTERM", 0)
+
+
+@pytest.mark.parametrize(
+    ("variable", "text"), [("REPRIEVE_GRACE", "soon"), ("CHECKPOINT_INTERVAL", "often"), ("CHECKPOINT_MAX_RETAIN", "0")]
+)
+def test_a_wrong_setting_is_in_the_termination_log(
+    tmp_path: Path, termination_log: Path, monkeypatch: pytest.MonkeyPatch, variable: str, text: str
+) -> None:
+    """There is no session yet to report it, and no launcher."""
+    monkeypatch.setenv(variable, text)
+    with pytest.raises(reprieve.ConfigError):
+        make(tmp_path, **({"every": None} if variable == "CHECKPOINT_INTERVAL" else {}))
+    content = json.loads(termination_log.read_text())
+    found = content["reason"] or content["message"]
+    assert content["state"] == "failed" and found.startswith("ConfigError: ") and text in found, content
 
 
 def test_only_the_first_rank_tells_why(told: Path) -> None:

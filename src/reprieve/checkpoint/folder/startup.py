@@ -20,7 +20,7 @@ from reprieve.checkpoint.folder import commit, paths
 from reprieve.checkpoint.folder.catalog import list_checkpoints
 from reprieve.checkpoint.folder.lease import FolderLease, LeaseRecord, LeaseView, acquire, join
 from reprieve.checkpoint.folder.pruning import Pruner
-from reprieve.checkpoint.folder.storage_errors import explained
+from reprieve.checkpoint.folder.storage_errors import explained, permitted
 from reprieve.checkpoint.format.manifest import SENTINEL
 from reprieve.clock import Clock
 from reprieve.ranks.group import Ranks
@@ -71,7 +71,7 @@ class FolderStartup:
         needed = plan_first_save()
         if self._ranks.rank != 0:
             return {}
-        with explained(self._root):
+        with explained(self._root), permitted(self._root):
             make_root(self._disk, self._root)
             lease = self._lease = acquire(self._disk, self._root, run, wait=wait, clock=self._clock)
             clean_up(self._disk, self._root)

@@ -1,11 +1,13 @@
-"""Turns an OSError of the storage into one that tells the user what to do, in `with` blocks and as a decorator."""
+"""Turns an OSError of the storage into one that tells the user what to do, in `with` blocks and as decorators."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from reprieve.errors import FolderNotWritable
 from reprieve.storage.disk import explain
 
 
@@ -16,3 +18,18 @@ def explained(root: Path, *, needed: int | None = None) -> Iterator[None]:
         yield
     except OSError as error:
         explain(error, root, needed=needed)
+
+
+@contextlib.contextmanager
+def permitted(root: Path) -> Iterator[None]:
+    """Raise FolderNotWritable, a permanent failure, in place of a PermissionError. Only at the start of a run: later
+    the folder could be written once, and perhaps will be again."""
+    try:
+        yield
+    except PermissionError as error:
+        raise FolderNotWritable(
+            error.errno,
+            f"cannot use {root} for checkpoints: no permission for uid {os.geteuid()}, gid {os.getegid()} (at "
+            f"{error.filename or root}). Change the owner of the folder, or in a pod set securityContext.fsGroup to a "
+            "group that may write to it",
+        ) from error

@@ -206,7 +206,7 @@ class RunFolder:
             self._disk.rename(temporary, self.path / "run.json")
             self.problem = None
         except OSError as error:
-            self.problem = f"{error.strerror} ({self.path})"
+            self.problem = self.problem or f"{error.strerror} ({self.path})"
 
 
 def check_name(name: str) -> None:

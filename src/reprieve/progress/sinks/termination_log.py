@@ -1,18 +1,23 @@
 """The termination log: what Kubernetes keeps of a terminated container and shows as the reason.
 
-It is written when the run has ended, and after a stop, too: a preempted pod would otherwise leave nothing behind.
+It is written when the run has ended, and after a stop, too: a preempted pod would otherwise leave nothing behind. It is
+always JSON. Rank 0 writes its progress; the launcher adds its exit message, and writes both where no rank 0 has: on
+other nodes, before the training begins, and when it had to kill the job.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from reprieve.progress.formats import progress_json
 from reprieve.progress.snapshot import Progress
+from reprieve.run_state import RunState
 
 MAX_BYTES = 4096
 """Kubernetes truncates longer logs, and a truncated JSON object is useless."""
@@ -54,15 +59,23 @@ def message(progress: Progress) -> bytes:
     return _fitting(progress_json.for_http(progress))
 
 
-def with_message(content: bytes, text: str) -> bytes | None:
-    """Add the launcher's exit message to the progress in a log; None: there is no progress in it."""
+def add_message(text: str, state: RunState, step: int, env: Mapping[str, str] = os.environ) -> None:
+    """Add the message about how the run ended to the progress in the log. Where there is none, write that it ended in
+    this state, after this step."""
+    log = path(env)
+    with contextlib.suppress(OSError):
+        if log.exists():
+            content = _progress_in(log) or progress_json.for_http(Progress(at=time.time(), state=state, step=step))
+            log.write_bytes(_fitting({**content, "message": text}))
+
+
+def _progress_in(log: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(content)
-    except ValueError:
+        found = json.loads(log.read_bytes())
+    except (OSError, ValueError):
         return None
-    if not isinstance(found, dict) or not {"trainMetrics", "evalMetrics", "checkpointing"} <= found.keys():
-        return None
-    return _fitting({**found, "message": text})
+    is_progress = isinstance(found, dict) and {"trainMetrics", "evalMetrics", "checkpointing"} <= found.keys()
+    return found if is_progress else None
 
 
 def _fitting(content: dict[str, Any]) -> bytes:

@@ -12,6 +12,7 @@ from reprieve.progress.formats import progress_json
 from reprieve.progress.sinks import termination_log
 from reprieve.progress.sinks.termination_log import MAX_BYTES, TerminationSink
 from reprieve.progress.snapshot import Checkpoints
+from reprieve.run_state import RunState
 from tests.support.progress_kit import ODD_NAME, progress, strict_json
 
 
@@ -77,7 +78,7 @@ def test_the_launcher_leaves_progress_where_it_is(
 ) -> None:
     monkeypatch.setenv("REPRIEVE_TERMINATION_LOG", str(log))
     TerminationSink(log).close(progress(state="stopped", reason="SIGTERM", train=MANY))
-    print_exit_message("stopped by SIGTERM: saved at step 150")
+    print_exit_message("stopped by SIGTERM: saved at step 150", RunState.PREEMPTED, 150)
     content = strict_json(log.read_text())
     assert (content["message"], content["progressPercentage"]) == ("stopped by SIGTERM: saved at step 150", 50)
     assert log.stat().st_size <= MAX_BYTES
@@ -88,14 +89,39 @@ def test_the_launcher_leaves_progress_where_it_is(
 def test_the_launcher_replaces_anything_else(log: Path, before: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REPRIEVE_TERMINATION_LOG", str(log))
     log.write_bytes(before.encode(errors="surrogateescape"))
-    print_exit_message("finished after 150 steps")
-    assert log.read_text() == "finished after 150 steps"
+    print_exit_message("finished after 150 steps", RunState.FINISHED, 150)
+    content = strict_json(log.read_text())
+    assert (content["message"], content["currentStep"], content["state"]) == (
+        "finished after 150 steps",
+        150,
+        "finished",
+    )
+
+
+@pytest.mark.parametrize(
+    ("state", "written"),
+    [
+        (RunState.PREEMPTED, "stopped"),
+        (RunState.PAUSED, "stopped"),
+        (RunState.HUNG, "failed"),
+        (RunState.FAILED, "failed"),
+    ],
+)
+def test_the_launcher_writes_json_where_no_rank_has(
+    log: Path, state: RunState, written: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a node without rank 0, before the training begins, after a kill."""
+    monkeypatch.setenv("REPRIEVE_TERMINATION_LOG", str(log))
+    print_exit_message("how it ended", state, 7)
+    content = strict_json(log.read_text())
+    assert (content["message"], content["currentStep"], content["state"]) == ("how it ended", 7, written)
+    assert content.keys() == {*progress_json.for_http(progress()), "message"}
 
 
 def test_a_very_long_last_word_is_cut(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REPRIEVE_TERMINATION_LOG", str(log))
     TerminationSink(log).close(progress(state="failed", reason="y" * 3_000))
-    print_exit_message("x" * 9_999)
+    print_exit_message("x" * 9_999, RunState.FAILED)
     assert log.stat().st_size <= MAX_BYTES
     assert strict_json(log.read_text())["message"].startswith("xxx")
     assert termination_log.path() == log
