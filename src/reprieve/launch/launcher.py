@@ -30,6 +30,7 @@ from reprieve.launch.attempt import STOP_SIGNALS, Attempt, SignalReceiver
 from reprieve.launch.command import Command
 from reprieve.launch.import_hook import finder
 from reprieve.launch.messages import print_exit_message, print_message
+from reprieve.launch.node_share import find_node_share
 from reprieve.launch.output_relay import OutputLog
 from reprieve.launch.page_cache_warmup import PageCacheWarmup
 from reprieve.launch.process import become_subreaper
@@ -147,7 +148,8 @@ class Launcher:
             self.settings.hang_timeout,
             self._on_change,
         )
-        with PageCacheWarmup(None if starts_over else self._record.checkpoints) as self._warmup:
+        checkpoints = None if starts_over else self._record.checkpoints
+        with PageCacheWarmup(checkpoints, find_node_share(self.command.words, self.env)) as self._warmup:
             try:
                 result = attempt.run()
             except OSError as error:

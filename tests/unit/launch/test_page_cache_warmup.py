@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from reprieve import Checkpointer
+from reprieve.checkpoint.buffers.block_pool import BLOCK_BYTES
 from reprieve.checkpoint.io import reader
+from reprieve.launch.node_share import NodeShare
 from reprieve.launch.page_cache_warmup import PageCacheWarmup
 from reprieve.storage.disk import read_from_cache
 
@@ -39,13 +41,18 @@ def forget(root: Path) -> None:
 
 def in_memory(path: Path) -> bool:
     """Whether the kernel has all of it in the page cache."""
+    return all(resident(path))
+
+
+def resident(path: Path) -> list[bool]:
+    """Which of its pages the kernel has in the page cache."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
         pages = (ctypes.c_ubyte * -(-len(mapped) // mmap.PAGESIZE))()
         first = ctypes.c_char.from_buffer(mapped)
         failed = _libc.mincore(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(len(mapped)), pages)
         del first  # or the map cannot be closed
     assert not failed, os.strerror(ctypes.get_errno())
-    return all(page & 1 for page in pages)
+    return [bool(page & 1) for page in pages]
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +83,25 @@ def test_the_newest_is_in_memory_afterwards(root: Path) -> None:
     assert not in_memory(weights(root, 20))
     warmed(root)
     assert in_memory(weights(root, 20)) and not in_memory(weights(root, 10))
+
+
+def test_nodes_read_a_checkpoint_once_between_them(tmp_path: Path) -> None:
+    """Four spans of 16 MiB go round the nodes. The kernel reads ahead a part of the next one."""
+    root = tmp_path / "checkpoints"
+    with Checkpointer(root, model=torch.nn.Linear(4096, 4096)) as checkpointer:
+        checkpointer.save(20)
+    for node, read in enumerate([[True, False, True, False], [False, True, False, True]]):
+        forget(root)
+        with PageCacheWarmup(str(root), NodeShare(nodes=2, node=node)):
+            wait_for_it()
+        pages, span = resident(weights(root, 20)), BLOCK_BYTES // mmap.PAGESIZE
+        assert [all(pages[at : at + span]) for at in range(0, 4 * span, span)] == read
+
+
+def test_a_node_that_does_not_know_its_number_reads_nothing(root: Path) -> None:
+    with PageCacheWarmup(str(root), NodeShare(nodes=2, node=None)):
+        wait_for_it()
+    assert not in_memory(weights(root, 20))
 
 
 def test_a_restore_asks_the_disk_for_nothing_then(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,14 @@ from reprieve.errors import InvalidCheckpoint
 
 
 def verify(
-    path: Path, pool: BlockPool, *, progress: Callable[[int], None] | None = None, cache: Cache = Cache.AVOID
+    path: Path,
+    pool: BlockPool,
+    *,
+    progress: Callable[[int], None] | None = None,
+    cache: Cache = Cache.AVOID,
+    select: Callable[[int], bool] = lambda index: True,
 ) -> CheckpointInfo:
-    """Read every byte of a checkpoint; InvalidCheckpoint names the first problem."""
+    """Read every byte of a checkpoint; InvalidCheckpoint names the first problem. `select`: see `Reader.run`."""
     try:
         checkpoint = inspect_checkpoint(path)
     except FileNotFoundError as error:
@@ -27,5 +32,5 @@ def verify(
     with Reader(path, pool, block_bytes=checkpoint.manifest.block_bytes, cache=cache) as reader:
         for name, entry in checkpoint.manifest.files.items():
             reader.open(name, entry)
-        reader.run(progress=progress)
+        reader.run(progress=progress, select=select)
     return checkpoint

@@ -294,10 +294,17 @@ class Reader:
             self._kept[(file.name, index)] = block
         return block, keep
 
-    def run(self, *, together: CooperativeRead | None = None, progress: Callable[[int], None] | None = None) -> None:
+    def run(
+        self,
+        *,
+        together: CooperativeRead | None = None,
+        progress: Callable[[int], None] | None = None,
+        select: Callable[[int], bool] = lambda index: True,
+    ) -> None:
         """Read every opened file. Raise the first InvalidCheckpoint; the targets' contents are then undefined.
 
-        With `together`, shared files are read together with other ranks.
+        With `together`, shared files are read together with other ranks. `select`: whether to read the span with this
+        index; spans are numbered over all files, as `together` reads them.
         """
         files = sorted(self._files.values(), key=lambda file: (-file.size, file.name))
         for file in files:
@@ -310,9 +317,14 @@ class Reader:
                     self.pool.give(self._kept.pop((file.name, index)))
             together.read([span for file in shared for span in file.spans()], progress=progress)
             files = [file for file in files if not file.shared]
-        self._run_alone(files, progress)
+        self._run_alone(files, progress, select)
 
-    def _run_alone(self, files: Sequence[CheckpointFile], progress: Callable[[int], None] | None) -> None:
+    def _run_alone(
+        self,
+        files: Sequence[CheckpointFile],
+        progress: Callable[[int], None] | None,
+        select: Callable[[int], bool],
+    ) -> None:
         failed = threading.Event()
 
         def read_span(span: Span, block: Block | None = None) -> None:
@@ -340,9 +352,8 @@ class Reader:
             partial(read_span, Span(self._files[name], index, index + 1), block)
             for (name, index), block in kept.items()
         ]
-        for file in files:
-            without = {index for name, index in kept if name == file.name}
-            work += [partial(read_span, span) for span in file.spans(without)]
+        spans = (span for file in files for span in file.spans({index for name, index in kept if name == file.name}))
+        work += [partial(read_span, span) for index, span in enumerate(spans) if select(index)]
         threads = ThreadPool(READERS, "reprieve-read")
         try:
             for future in [threads.submit(item) for item in work]:
