@@ -48,15 +48,6 @@ class Command:
             return words[words.index("-m") + 1].rpartition(".")[2]
         return Path(words[0]).stem
 
-    def node_rank(self, env: Mapping[str, str] = os.environ) -> int:
-        """The number of this node in a job of several, as torchrun gets it: by an option or a variable."""
-        values = [env.get("PET_NODE_RANK", "0")]
-        for word, following in zip(self.words, (*self.words[1:], ""), strict=True):
-            option, _, value = word.replace("_", "-").partition("=")
-            if option == "--node-rank":
-                values.append(value or following)
-        return int(values[-1]) if values[-1].isdecimal() else 0
-
 
 def parse(words: Sequence[str], env: Mapping[str, str] = os.environ) -> Command:
     """Resolve a command line. Raises NotFound with what to do about it."""

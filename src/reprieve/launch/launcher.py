@@ -30,7 +30,7 @@ from reprieve.launch.attempt import STOP_SIGNALS, Attempt, SignalReceiver
 from reprieve.launch.command import Command
 from reprieve.launch.import_hook import finder
 from reprieve.launch.messages import print_exit_message, print_message
-from reprieve.launch.node_share import find_node_share
+from reprieve.launch.node_share import NodeShare, find_node_share
 from reprieve.launch.output_relay import OutputLog
 from reprieve.launch.page_cache_warmup import PageCacheWarmup
 from reprieve.launch.process import become_subreaper
@@ -66,6 +66,7 @@ class Launcher:
     _record: RunRecord = field(init=False)
     _folder: RunFolder = field(init=False)
     _listener: Listener = field(init=False)
+    _share: NodeShare = field(init=False)
     _attempt_log: AttemptLog | None = None
     """The record of attempts in the checkpoint folder, once the folder is known."""
     _start_over: str = ""
@@ -83,6 +84,7 @@ class Launcher:
         _open_standard_streams()
         become_subreaper()
         self.grace_period = resolve_grace_period(self.settings.grace_period, self.env)
+        self._share = find_node_share(self.command.words, self.env)
         # A pod that comes back is the same run. On a terminal, each --fresh is a request of its own.
         is_repeated = in_pod(self.env) or self.settings.sources["fresh"] == SETTINGS["fresh"].env
         self._start_over = (self.settings.name if is_repeated else None) or uuid.uuid4().hex
@@ -149,7 +151,7 @@ class Launcher:
             self._on_change,
         )
         checkpoints = None if starts_over else self._record.checkpoints
-        with PageCacheWarmup(checkpoints, find_node_share(self.command.words, self.env)) as self._warmup:
+        with PageCacheWarmup(checkpoints, self._share) as self._warmup:
             try:
                 result = attempt.run()
             except OSError as error:
@@ -276,7 +278,7 @@ class Launcher:
         except ConfigError:  # the ranks report it
             return None
         starts_over = self._starts_over(self._record.checkpoints)
-        self._attempt_log = AttemptLog(root, self.command.node_rank(self.env), str(self._listener.path))
+        self._attempt_log = AttemptLog(root, self._share.node or 0, str(self._listener.path))
         known = {(attempt.launcher, attempt.launched) for attempt in self._record.attempts}
         earlier = [] if starts_over else self._attempt_log.earlier()
         self._record.attempts[:0] = [

@@ -151,17 +151,3 @@ def test_two_dashes_before_the_command_say_that_it_begins() -> None:
         "--",
         "x",
     )
-
-
-@pytest.mark.parametrize(
-    ("words", "env", "rank"),
-    [
-        (["torchrun", "train.py"], {}, 0),
-        (["torchrun", "train.py"], {"PET_NODE_RANK": "3"}, 3),
-        (["torchrun", "--node-rank", "2", "train.py"], {"PET_NODE_RANK": "3"}, 2),
-        (["torchrun", "--node_rank=2", "train.py"], {}, 2),
-        (["torchrun", "train.py", "--node-rank"], {}, 0),
-    ],
-)
-def test_the_rank_of_the_node_is_the_one_that_torchrun_gets(words: list[str], env: dict[str, str], rank: int) -> None:
-    assert Command(tuple(words), tuple(words)).node_rank(env) == rank
