@@ -104,12 +104,15 @@ class BlockPool:
         with self._changed:
             self._changed.notify_all()
 
-    def grow(self, limit: int, stop: Callable[[], bool] = lambda: False) -> None:
-        """Raise the limit and allocate blocks until it is reached. Takes seconds: run it on a thread of its own."""
-        self.limit = max(self.limit, limit)
+    def grow(self, blocks: int, stop: Callable[[], bool] = lambda: False) -> None:
+        """Allocate until there are so many blocks; raise the limit if it is lower. Takes seconds: run it on a thread.
+
+        Not up to the limit: a small state would touch memory that no save uses.
+        """
+        self.limit = max(self.limit, blocks)
         while not stop():
             with self._changed:
-                if self._made >= self.limit:
+                if self._made >= blocks:
                     return
                 self._made += 1
             try:
