@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,7 @@ from reprieve.checkpoint.buffers.block_pool import BlockPool
 from reprieve.checkpoint.folder.catalog import list_checkpoints
 from reprieve.checkpoint.folder.verify import verify
 from reprieve.testing import Fault, Result, run_ranks
-from tests.support.hf_trainers import WITHOUT_TRL
-from tests.support.jobs.hf_jobs import PRELOAD, PRELOAD_TRL, HfJob, seen, train
+from tests.support.jobs.hf_jobs import PRELOAD, HfJob, seen, train
 
 _ENV = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "REPRIEVE_GRACE": "40s"}
 _PERMANENT_FAILURES = ("StateMismatch", "ConfigError", "NoValidCheckpoint")
@@ -28,13 +27,12 @@ def attempt(
     ranks: int = 1,
     fn: Callable[..., None] = train,
     args: tuple[Any, ...] = (),
-    modules: Sequence[str] = (),
     **env: str,
 ) -> list[Result]:
     return run_ranks(
         ranks, fn, job, *args, faults=faults, env={**_ENV, **env}, timeout="120s",
         backend="gloo" if ranks > 1 or job.zero is not None else None,
-        modules=modules or (PRELOAD if job.trainer in WITHOUT_TRL else PRELOAD_TRL),
+        modules=PRELOAD,
     )  # fmt: skip
 
 

@@ -17,8 +17,6 @@ from tests.support.jobs.loop_jobs import Job, train
 from tests.support.places import JOBS
 
 LIMIT_S = 150
-PRELOAD = ("tests.support.jobs.loop_jobs", "reprieve.adapters.loop.run", "torch.distributed.fsdp", "torch.profiler")
-"""What all ranks import, in the process that they are forked from."""
 
 
 class Forked:
@@ -26,7 +24,7 @@ class Forked:
 
     def __init__(self, job: Job, ranks: int, **options: Any) -> None:
         backend = "gloo" if ranks > 1 else None
-        self._ranks = start_ranks(ranks, train, job, backend=backend, timeout=LIMIT_S, modules=PRELOAD, **options)
+        self._ranks = start_ranks(ranks, train, job, backend=backend, timeout=LIMIT_S, **options)
 
     def signal(self, rank: int) -> None:
         self._ranks.signal(rank, signal.SIGTERM)

@@ -98,8 +98,12 @@ def fork_server(modules: Sequence[str] = ()) -> ForkServer:
 def main(fd: int, modules: Sequence[str]) -> None:
     """Run the server. In forked children, `_serve` returns a task."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test, which then closes the socket
+    gc.disable()  # collections take a third of the time of large imports, and find nothing
     # Imported for the children. Making an optimizer or DDP imports dynamo: 2 to 4 s of CPU time in each rank.
-    import torch._dynamo  # noqa: F401
+    import torch._dynamo
+    import torch.distributed.checkpoint
+    import torch.distributed.fsdp
+    import torch.profiler  # noqa: F401
 
     import reprieve.adapters.loop.run
     import reprieve.checkpoint.checkpointer
@@ -109,6 +113,7 @@ def main(fd: int, modules: Sequence[str]) -> None:
     for name in modules:
         importlib.import_module(name)
     gc.freeze()  # a collection in a child would touch, and so copy, all imported pages
+    gc.enable()
     with socket.socket(fileno=fd) as parent:
         task_file = _serve(parent)
     if task_file is not None:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import errno
 import signal
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from reprieve import testing
 from reprieve.checkpoint.buffers.block_pool import BlockPool
 from reprieve.checkpoint.folder.verify import verify
-from reprieve.testing import FullDisk, values
+from reprieve.testing import FullDisk, run_ranks, values
 from tests.support.jobs import dcp_jobs as ranks
 
 pytestmark = [pytest.mark.fsdp, pytest.mark.xdist_group("dcp")]  # the fixtures take longer than the tests
 
-run_ranks = partial(testing.run_ranks, modules=[ranks.__name__])
 BOTH_WAYS = {"ours by stock": True, "stock by ours": True, "ours by ours": True}
 
 

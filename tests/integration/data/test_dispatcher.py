@@ -10,10 +10,11 @@ import pytest
 from reprieve.testing import run_ranks, values
 from tests.support.jobs import dispatcher_jobs as jobs
 from tests.support.jobs.dispatcher_jobs import LOADERS, StopPoint
+from tests.support.jobs.hf_jobs import PRELOAD
 
 
 def _on_ranks(ranks: int, job: Any, *args: Any) -> list[Any]:
-    return values(run_ranks(ranks, job, *args, modules=["accelerate"]))
+    return values(run_ranks(ranks, job, *args, modules=PRELOAD))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 
 from reprieve.testing import run_ranks, values
 from tests.support.jobs import redistribution_jobs as jobs
+from tests.support.jobs.hf_jobs import PRELOAD
 from tests.support.jobs.redistribution_jobs import CASES, SAMPLES, Part
 
 Parts = list[dict[str, Part]]
@@ -15,7 +16,7 @@ Parts = list[dict[str, Part]]
 
 
 def _on_ranks(ranks: int, count: int | None, before: Parts | None = None, *, redistribute: bool = True) -> Parts:
-    return values(run_ranks(ranks, jobs.read_batches, count, before, redistribute, modules=["accelerate"]))
+    return values(run_ranks(ranks, jobs.read_batches, count, before, redistribute, modules=PRELOAD))
 
 
 @pytest.fixture(scope="module")

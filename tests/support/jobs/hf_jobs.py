@@ -24,21 +24,8 @@ from transformers.trainer_callback import ExportableState
 from reprieve.testing.rank_process import disk
 from tests.support.hf_trainers import MAKERS
 
-PRELOAD = (
-    "transformers.trainer",
-    "transformers.models.gpt2.modeling_gpt2",
-    "accelerate",
-    "deepspeed",  # Accelerate imports it where it is installed, for any trainer
-    "deepspeed.runtime.zero.muon.muon_optimizer",  # each engine imports it, and with it all of inductor: 1.3 s
-    "deepspeed.module_inject",
-    "torchdata.stateful_dataloader",
-    "torch.profiler",
-    "reprieve.adapters.transformers",
-    "reprieve.adapters.transformers.training",
-    "reprieve.adapters.loop.run",
-)
+PRELOAD = ("tests.support.hf_preload",)
 """Imported once, in the process that all ranks are forked from."""
-PRELOAD_TRL = (*PRELOAD, "trl.trainer.sft_trainer", "peft")
 TIMES = ("runtime", "per_second", "preparation_time", "step_time")
 
 

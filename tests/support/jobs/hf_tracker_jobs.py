@@ -7,9 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.support.jobs.hf_jobs import PRELOAD, HfJob, train
-
-PRELOAD_TRACKERS = (*PRELOAD, "torch.utils.tensorboard", "wandb", "mlflow")
+from tests.support.jobs.hf_jobs import HfJob, train
 
 Curve = list[tuple[int, float]]
 """Steps and losses, in the order of writing."""

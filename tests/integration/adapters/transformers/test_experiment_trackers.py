@@ -11,9 +11,8 @@ import pytest
 
 from reprieve.testing import Fault, run_ranks
 from tests.support.hf_kit import attempt
-from tests.support.jobs.hf_jobs import HfJob, seen
+from tests.support.jobs.hf_jobs import PRELOAD, HfJob, seen
 from tests.support.jobs.hf_tracker_jobs import (
-    PRELOAD_TRACKERS,
     on_mlflow,
     on_tensorboard,
     on_wandb,
@@ -58,13 +57,13 @@ class Followed:
     def run(self, fn: Callable[[HfJob], None], *faults: Fault, **env: str) -> str:
         """Run an attempt and return its output."""
         env |= {"WANDB_DIR": str(self.root), "MLFLOW_TRACKING_URI": self.mlflow}
-        result = attempt(self.job, *faults, fn=fn, modules=PRELOAD_TRACKERS, **env)[0]
+        result = attempt(self.job, *faults, fn=fn, **env)[0]
         assert result.exit_code == (143 if faults else 0), str(result)
         return result.output
 
     def found(self, look: Callable[[str], Any], where: str | None = None) -> Any:
         """Call a function in a process that has imported the packages."""
-        result = run_ranks(1, look, where or str(self.root), backend=None, modules=PRELOAD_TRACKERS)[0]
+        result = run_ranks(1, look, where or str(self.root), backend=None, modules=PRELOAD)[0]
         assert result.ok, str(result)
         return result.value
 

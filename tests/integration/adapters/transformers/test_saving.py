@@ -16,7 +16,7 @@ from reprieve.checkpoint.buffers.block_pool import BlockPool
 from reprieve.checkpoint.folder.verify import verify
 from reprieve.testing import Result, fail, pause, terminate
 from tests.support.hf_kit import attempt, checkpoints
-from tests.support.jobs.hf_jobs import PRELOAD_TRL, HfJob
+from tests.support.jobs.hf_jobs import HfJob
 from tests.support.jobs.hf_saving_jobs import Hub, Judging, Looking, digests, train_and_push
 from tests.support.jobs.stop_scenario_jobs import told
 
@@ -46,7 +46,7 @@ def hub() -> Iterator[Callable[..., Hub]]:
 
 def _run(job: HfJob, *args: Any, code: int = 0, **more: Any) -> Result:
     """Import once what all attempts need."""
-    result = attempt(job, *args, modules=PRELOAD_TRL, **more)[0]
+    result = attempt(job, *args, **more)[0]
     assert result.exit_code == code, str(result)
     return result
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from reprieve.testing import run_ranks
-from tests.support.jobs.hf_jobs import PRELOAD_TRL, deepspeed_config
+from tests.support.jobs.hf_jobs import PRELOAD, deepspeed_config
 from tests.support.launch_kit import Lab, until
 from tests.support.places import HF_SCRIPTS, WITHOUT_DEEPSPEED
 
@@ -110,7 +110,7 @@ def _run_undisturbed(script: str, folder: Path, ranks: int) -> None:
         backend=None,
         env=environment,
         timeout="180s",
-        modules=PRELOAD_TRL,
+        modules=PRELOAD,
     )
     assert all(result.ok for result in results), "\n\n".join(map(str, results))
 
