@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import random
 
+from tests.support.places import SITE
+
 # Before anything imports transformers: no test uses the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Before anything imports torch: some virtual machines announce AMX but do not allow it. Multiplying two bfloat16
 # matrices there ends the process with SIGILL (seen on Firecracker, torch 2.13).
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+# For all processes that tests start.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SITE), os.environ.get("PYTHONPATH")]))
 
 import numpy as np
 import pytest

@@ -8,8 +8,10 @@ SUPPORT = Path(__file__).parent
 JOBS = SUPPORT / "jobs"
 """Scripts that child processes run."""
 HF_SCRIPTS = SUPPORT / "hf_scripts"
-WITHOUT_DEEPSPEED = str(SUPPORT / "without_deepspeed")
-"""On PYTHONPATH, it hides DeepSpeed, which Accelerate otherwise imports in each process."""
+SITE = SUPPORT / "site"
+"""On PYTHONPATH: its `sitecustomize` makes processes start and end sooner."""
+HIDE_DEEPSPEED = {"TESTS_HIDE_DEEPSPEED": "1"}
+"""In the environment: where it is installed, Accelerate otherwise imports DeepSpeed in each process."""
 FIXTURES = SUPPORT.parent / "fixtures"
 """Files that tests read; a test copies what it changes."""
 ROOT = SUPPORT.parents[1]

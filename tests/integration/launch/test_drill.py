@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.launch_kit import Lab, until
-from tests.support.places import HF_SCRIPTS, WITHOUT_DEEPSPEED
+from tests.support.places import HF_SCRIPTS, HIDE_DEEPSPEED
 
 WIDTH = 400_000
 """About 30 MB of state."""
@@ -87,7 +87,7 @@ ON_TWO_RANKS = [
 
 @pytest.fixture
 def hf_lab(lab: Lab) -> Lab:
-    lab.env |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": WITHOUT_DEEPSPEED, "TOKENIZERS_PARALLELISM": "false"}
+    lab.env |= {"HF_HUB_OFFLINE": "1", **HIDE_DEEPSPEED, "TOKENIZERS_PARALLELISM": "false"}
     return lab
 
 

@@ -369,7 +369,11 @@ def test_under_torchrun_before_the_process_group_exists(tmp_path: Path) -> None:
         "open(sys.argv[1] + '/found ' + os.environ['RANK'], 'w').write(json.dumps([early, late]))\n"
     )
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ["PYTHONPATH"]]),
+        "OMP_NUM_THREADS": "1",
+    }
     ended = subprocess.run(
         [*launch, script, tmp_path], env=environment, capture_output=True, text=True, timeout=240, cwd=ROOT
     )

@@ -15,7 +15,7 @@ import pytest
 from reprieve.testing import run_ranks
 from tests.support.jobs.hf_jobs import PRELOAD, deepspeed_config
 from tests.support.launch_kit import Lab, until
-from tests.support.places import HF_SCRIPTS, WITHOUT_DEEPSPEED
+from tests.support.places import HF_SCRIPTS, HIDE_DEEPSPEED
 
 COMMANDS = {
     "with_argparse": ["--epochs", "6"],
@@ -33,7 +33,7 @@ def lab(tmp_path: Path) -> Lab:
     lab = Lab(tmp_path)
     lab.env |= {
         "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": WITHOUT_DEEPSPEED,
+        **HIDE_DEEPSPEED,
         "TOKENIZERS_PARALLELISM": "false",
         "TRAINING_PROGRESS_FILE": str(tmp_path / "progress.json"),
         "PROGRESS_UPDATE_FREQUENCY": "1",
@@ -77,7 +77,8 @@ def test_an_unmodified_script(lab: Lab, script: str, launcher: str) -> None:
         lab.env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), lab.env["PATH"]])  # it has ninja
         (lab.folder / "zero.json").write_text(json.dumps(deepspeed_config(2)))
         command += ["--deepspeed", str(lab.folder / "zero.json")]
-        del lab.env["PYTHONPATH"]
+        for name in HIDE_DEEPSPEED:
+            del lab.env[name]
     plain = lab.folder / "undisturbed"
     plain.mkdir()
     if launcher == "deepspeed":
