@@ -99,8 +99,9 @@ def start_ranks(
     call = pickle.dumps((fn, args))
     folder = Path(tempfile.mkdtemp(prefix="ranks-"))
     served = []
+    reserved = _reserve_port()
     try:
-        environment = {**os.environ, **_environment(n)}
+        environment = {**os.environ, **_environment(n, reserved.getsockname()[1])}
         environment.pop("REPRIEVE_STORE", None)
         if store == "folder":
             environment["REPRIEVE_STORE"] = f"file://{folder}/keys"
@@ -127,8 +128,9 @@ def start_ranks(
             )
             for rank in range(n)
         ]
-        return RunningRanks(tasks, parse_duration(timeout), folder, served, fork_server(modules))
+        return RunningRanks(tasks, parse_duration(timeout), folder, served, reserved, fork_server(modules))
     except BaseException:
+        reserved.close()
         shutil.rmtree(folder, ignore_errors=True)
         raise
 
@@ -137,10 +139,17 @@ class RunningRanks:
     """The processes of `start_ranks`. They end with the `with` block at the latest."""
 
     def __init__(
-        self, tasks: list[Task], timeout: timedelta, folder: Path, served: list[TorchStore], server: ForkServer
+        self,
+        tasks: list[Task],
+        timeout: timedelta,
+        folder: Path,
+        served: list[TorchStore],
+        reserved: socket.socket,
+        server: ForkServer,
     ) -> None:
         self._folder = folder
         self._served = served
+        self._reserved = reserved
         self._server = server
         self._ranks: list[_Rank] = []
         try:
@@ -181,6 +190,7 @@ class RunningRanks:
             rank.close()
         for store in self._served:
             store.close()
+        self._reserved.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> RunningRanks:
@@ -285,11 +295,20 @@ def _serve() -> TorchStore:
     return TorchStore.serve()
 
 
-def _environment(world_size: int) -> dict[str, str]:
-    """Return the environment that a launcher sets on one host. The port is free for a process group of the function."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def _reserve_port() -> socket.socket:
+    """Return a socket that keeps its port free for a process group of the function, while it is open.
+
+    The kernel gives the port to nobody who does not name it. A store can listen there nevertheless: on Linux, sockets
+    with SO_REUSEADDR share a port while none of the others listens.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    return reserved
+
+
+def _environment(world_size: int, port: int) -> dict[str, str]:
+    """Return the environment that a launcher sets on one host."""
     return {
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),

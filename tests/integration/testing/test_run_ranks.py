@@ -201,6 +201,11 @@ def test_a_function_may_make_its_own() -> None:
     assert values(run_ranks(3, rank_jobs.make_process_group_itself, backend=None)) == [[3.0, 3.0]] * 3
 
 
+def test_nobody_takes_the_port_before_the_ranks_use_it() -> None:
+    """It was free only for a moment: another process, or the store of the test, could get it. The rank then failed."""
+    assert values(run_ranks(1, rank_jobs.take_the_groups_port, backend=None)) == ["EADDRINUSE"]
+
+
 def test_a_collective_does_not_wait_for_ever_for_a_dead_rank() -> None:
     first, dead, last = run_ranks(3, rank_jobs.all_reduce_with_one_missing, group_timeout="5s", timeout="60s")
     assert dead.signal == signal.SIGKILL

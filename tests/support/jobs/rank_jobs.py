@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -49,6 +51,16 @@ def all_reduce_with_one_missing() -> None:
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
     all_reduce()
+
+
+def take_the_groups_port() -> str:
+    """Take the port as a process does that does not know whose it is. Returns the error."""
+    with socket.socket() as another:
+        try:
+            another.bind(("127.0.0.1", int(os.environ["MASTER_PORT"])))
+        except OSError as error:
+            return errno.errorcode[error.errno or 0]
+    return "taken"
 
 
 def make_process_group_itself() -> list[float]:
