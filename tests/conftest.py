@@ -35,9 +35,13 @@ settings.register_profile("soak", settings.get_profile("default"), max_examples=
 settings.load_profile("soak" if SOAK else "default")
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
     gc.enable()
+    if session.config.getoption("loadgroup", False):
+        # Otherwise each worker would set up the fixtures of all groups, and nobody would notice.
+        grouped = [item for item in session.items if item.get_closest_marker("xdist_group")]
+        assert all("@" in item.nodeid for item in grouped), "pytest-xdist does not know the groups of this pytest"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
