@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from reprieve.launch.process import descendants
+from reprieve.testing import run_ranks, values
+from tests.support.jobs import launch_job
 from tests.support.places import JOBS
 
 JOB = str(JOBS / "launch_job.py")
@@ -59,6 +61,11 @@ class Lab:
 
     def run(self, command: Sequence[str], *before: str, **popen: Any) -> Ended:
         return self.start(command, *before, **popen).wait()
+
+    def run_undisturbed(self, ranks: int = 1, **options: Any) -> list[Any]:
+        """Run the job to its end in forks, without a launcher. Returns what each rank has seen."""
+        values(run_ranks(ranks, launch_job.main, launch_job.Options(folder=str(self.job), **options), backend=None))
+        return [self.seen(rank) for rank in range(ranks)]
 
     def reprieve(self, *words: str, code: int | None = 0) -> Ended:
         ended = Launched(self, [*REPRIEVE, *words]).wait()

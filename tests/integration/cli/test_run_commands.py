@@ -46,9 +46,8 @@ def test_pause_and_resume_again_and_again(lab: Lab) -> None:
     finished = lab.status("pausing")
     assert (finished["state"], finished["step"], finished["attempts"]) == ("finished", steps, times + 1)
     assert finished["time"]["lost"]["paused"] > 0 and 0 < finished["time"]["goodput"] < 1
-    plain = Lab(_made(lab.folder / "undisturbed"))
-    assert plain.run(plain.torchrun(2, steps=steps)).code == 0
-    assert [plain.seen(rank) for rank in range(2)] == [lab.seen(rank) for rank in range(2)]
+    undisturbed = Lab(_made(lab.folder / "undisturbed")).run_undisturbed(2, steps=steps)
+    assert undisturbed == [lab.seen(rank) for rank in range(2)]
 
 
 def test_a_run_that_nobody_gave_a_name(lab: Lab) -> None:

@@ -36,9 +36,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], lis
 
     @functools.cache
     def seen(ranks: int) -> list[Any]:
-        lab = Lab(tmp_path_factory.mktemp("undisturbed"))
-        assert lab.run(lab.python(steps=STEPS) if ranks == 1 else lab.torchrun(ranks, steps=STEPS)).code == 0
-        return [lab.seen(rank) for rank in range(ranks)]
+        return Lab(tmp_path_factory.mktemp("undisturbed")).run_undisturbed(ranks, steps=STEPS)
 
     return seen
 
