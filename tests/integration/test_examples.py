@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.places import ROOT
+from tests.support.places import HIDE_OPTIONAL, ROOT
 
 EXAMPLES = ROOT / "examples"
 
@@ -28,7 +28,7 @@ def start(script: str, folder: Path, ranks: int = 1) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **HIDE_OPTIONAL},
     )
 
 

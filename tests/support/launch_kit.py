@@ -16,7 +16,7 @@ from typing import Any
 from reprieve.launch.process import descendants
 from reprieve.testing import run_ranks, values
 from tests.support.jobs import launch_job
-from tests.support.places import JOBS
+from tests.support.places import HIDE_OPTIONAL, JOBS
 
 JOB = str(JOBS / "launch_job.py")
 REPRIEVE = [sys.executable, "-m", "reprieve"]
@@ -36,6 +36,7 @@ class Lab:
             "REPRIEVE_STATE_DIR": str(folder / "state"),
             "REPRIEVE_TERMINATION_LOG": str(folder / "exit-message"),
             "OMP_NUM_THREADS": "1",
+            **HIDE_OPTIONAL,
         }
         (folder / "exit-message").touch()
 

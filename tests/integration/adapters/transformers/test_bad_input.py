@@ -17,7 +17,7 @@ from reprieve.errors import ConfigError
 from tests.support.hf_kit import attempt, checkpoints, ends, refused, stopped, train_to_end, undisturbed
 from tests.support.jobs.hf_jobs import HfJob, seen
 from tests.support.jobs.stop_scenario_jobs import told
-from tests.support.places import HIDE_DEEPSPEED
+from tests.support.places import HIDE_OPTIONAL
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def test_only_the_model_is_saved(job: HfJob) -> None:
 def _script(folder: Path, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Run a command under the launcher, which may restart it."""
     (folder / "train.py").write_text(_SCRIPT)
-    env = {"HF_HUB_OFFLINE": "1", **HIDE_DEEPSPEED, **env}
+    env = {"HF_HUB_OFFLINE": "1", **HIDE_OPTIONAL, **env}
     env = {**os.environ, "REPRIEVE_STATE_DIR": str(folder / "state"), **env}
     launcher = [sys.executable, "-m", "reprieve", "run", "--max-restarts", "3"]
     return subprocess.run([*launcher, *command], env=env, cwd=folder, capture_output=True, text=True, timeout=120)
