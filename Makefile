@@ -47,11 +47,13 @@ format: $(READY)  ## Put the code into its usual form
 	$(BIN)/ruff check --fix .
 
 # One thread in each process: ranks of a test share the cores, as under torchrun, and threads that spin for them are slow.
+# Three workers on two cores: a quarter of the time of the tests is waiting, for saves, signals and timeouts.
+PYTEST := -m pytest -n 3 --dist loadgroup
 test: $(READY)  ## All tests: unit, integration, power cuts (minutes)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST)
 
 test-fast: $(READY)  ## The unit tests without the slow ones: less than 2 minutes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not slow' tests/unit
+	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m 'not slow' tests/unit
 
 # What goes with a version of torch, or of transformers, is resolved anew.
 TORCH = .venv-torch-$(VERSION)
@@ -61,7 +63,7 @@ test-torch: $(READY)  ## All but the adapter's tests with another version of tor
 	@grep -vE '^(torch|triton|sympy|setuptools|nvidia|cuda)[a-z0-9-]*==' constraints.txt > $(TORCH)/constraints.txt
 	@echo 'torch==$(VERSION)' >> $(TORCH)/constraints.txt
 	@VIRTUAL_ENV=$(TORCH) $(BIN)/uv pip install --constraint $(TORCH)/constraints.txt --editable '.[dev]'
-	OMP_NUM_THREADS=1 $(TORCH)/bin/python -m pytest -n 2 --dist loadgroup tests --ignore tests/integration/adapters/transformers
+	OMP_NUM_THREADS=1 $(TORCH)/bin/python $(PYTEST) tests --ignore tests/integration/adapters/transformers
 
 OTHER = .venv-transformers-$(VERSION)
 test-transformers: $(READY)  ## The adapter's tests with another version of transformers: VERSION=5.17.0
@@ -70,7 +72,7 @@ test-transformers: $(READY)  ## The adapter's tests with another version of tran
 	@grep -vE '^(transformers|accelerate|datasets|huggingface[_-]hub|hf-xet|peft|tokenizers|trl|typer)==' constraints.txt > $(OTHER)/constraints.txt
 	@echo 'transformers==$(VERSION)' >> $(OTHER)/constraints.txt
 	@VIRTUAL_ENV=$(OTHER) $(BIN)/uv pip install --constraint $(OTHER)/constraints.txt --editable '.[dev]'
-	OMP_NUM_THREADS=1 $(OTHER)/bin/python -m pytest -n 2 --dist loadgroup tests/integration/adapters/transformers
+	OMP_NUM_THREADS=1 $(OTHER)/bin/python $(PYTEST) tests/integration/adapters/transformers
 
 DATASETS = .venv-datasets-$(VERSION)
 test-datasets: $(READY)  ## The tests of streams with another version of datasets: VERSION=4.0.0
@@ -104,7 +106,7 @@ bench: $(READY)  ## The figures of the README, as a table and in benchmarks/resu
 	$(BIN)/python -m benchmarks
 
 soak: $(READY)  ## The long versions of the randomised tests (hours)
-	OMP_NUM_THREADS=1 REPRIEVE_SOAK=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --timeout 86400 -m soak
+	OMP_NUM_THREADS=1 REPRIEVE_SOAK=1 $(BIN)/python $(PYTEST) --timeout 86400 -m soak
 
 clean:  ## Remove the environment and caches
 	rm -rf $(VENV) .venv-torch-* .venv-transformers-* .venv-datasets-* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
