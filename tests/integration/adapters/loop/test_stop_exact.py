@@ -33,10 +33,12 @@ class Case(NamedTuple):
 
     def job(self, folder: Path) -> Job:
         features = {name: name == self.feature for name in ("dropout", "augment", "collator", "norm")}
+        # Workers are forked in each epoch, which takes longer than the epoch. Fewer epochs have to last as long.
+        epochs, step_s = (4, 0.02) if SOAK or self.accumulate > 1 else (2, 0.04)
         # FSDP2 on gloo does not shard BatchNorm's buffers, and each rank has its own.
         return Job(
-            str(folder), kind=self.kind.split()[0], workers=self.workers, accumulate=self.accumulate, step_s=0.02,
-            epochs=4 * self.ranks, **features,
+            str(folder), kind=self.kind.split()[0], workers=self.workers, accumulate=self.accumulate, step_s=step_s,
+            epochs=epochs * self.ranks, **features,
         )  # fmt: skip
 
 
