@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -152,10 +153,10 @@ def make(job: HfJob) -> Any:
 
 
 def begin_deepspeed() -> None:
-    """Use the existing process group, without DeepSpeed's own all-reduce, which takes a minute to compile."""
+    """Use the existing process group, and no operator of DeepSpeed's own: its all-reduce takes a minute to compile."""
     import deepspeed
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.ops.__compatible_ops__ = defaultdict(bool)
     deepspeed.init_distributed("gloo")
 
 

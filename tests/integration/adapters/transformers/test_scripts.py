@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import runpy
-import shutil
-import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -62,29 +61,21 @@ LAUNCHERS = {
         ("with_trl", "python"),
         ("flat", "python"),
         ("with_hf_argument_parser", "torchrun"),
-        pytest.param(
-            "with_hf_argument_parser",
-            "deepspeed",
-            marks=pytest.mark.skipif(
-                shutil.which("g++") is None, reason="DeepSpeed compiles its all-reduce: it needs g++"
-            ),
-        ),
+        ("with_hf_argument_parser", "deepspeed"),
     ],
 )
 def test_an_unmodified_script(lab: Lab, script: str, launcher: str) -> None:
-    command = [sys.executable, *LAUNCHERS[launcher], str(HF_SCRIPTS / f"{script}.py"), *COMMANDS[script]]
+    arguments = COMMANDS[script]
     if launcher == "deepspeed":
-        lab.env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), lab.env["PATH"]])  # it has ninja
+        lab.env["TESTS_COMPILE_NOTHING"] = "1"
         (lab.folder / "zero.json").write_text(json.dumps(deepspeed_config(2)))
-        command += ["--deepspeed", str(lab.folder / "zero.json")]
+        arguments = [*arguments, "--deepspeed", str(lab.folder / "zero.json")]
         for name in HIDE_DEEPSPEED:
             del lab.env[name]
     plain = lab.folder / "undisturbed"
     plain.mkdir()
-    if launcher == "deepspeed":
-        subprocess.run(command, cwd=plain, env=lab.env, check=True, capture_output=True, timeout=180)
-    else:
-        _run_undisturbed(script, plain, 2 if launcher == "torchrun" else 1)
+    _run_undisturbed(script, arguments, plain, 1 if launcher == "python" else 2)
+    command = [sys.executable, *LAUNCHERS[launcher], str(HF_SCRIPTS / f"{script}.py"), *arguments]
     launched = lab.start(command)
     until(lambda: _steps(lab) > 20, launched)
     launched.terminate()
@@ -98,15 +89,15 @@ def test_an_unmodified_script(lab: Lab, script: str, launcher: str) -> None:
     assert "reprieve" not in (HF_SCRIPTS / f"{script}.py").read_text()
 
 
-def _run_undisturbed(script: str, folder: Path, ranks: int) -> None:
-    """Run the script as `python` and torchrun do, in forks of a process that has imported what it needs."""
+def _run_undisturbed(script: str, arguments: list[str], folder: Path, ranks: int) -> None:
+    """Run the script as `python` and launchers do, in forks of a process that has imported what it needs."""
     alone = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
     environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **(alone if ranks == 1 else {})}
     results = run_ranks(
         ranks,
         run_script,
         str(HF_SCRIPTS / f"{script}.py"),
-        COMMANDS[script],
+        arguments,
         str(folder),
         backend=None,
         env=environment,
@@ -117,6 +108,9 @@ def _run_undisturbed(script: str, folder: Path, ranks: int) -> None:
 
 
 def run_script(path: str, arguments: list[str], folder: str) -> None:
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__ = defaultdict(bool)  # as TESTS_COMPILE_NOTHING does
     os.chdir(folder)
     sys.argv = [path, *arguments]
     runpy.run_path(path, run_name="__main__")
