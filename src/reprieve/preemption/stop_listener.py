@@ -68,6 +68,7 @@ class StopListener:
         self.signals = tuple(map(signal_number, signals))
         self.stop: StopRequest | None = None
         self._on_request = on_request
+        self._announced = threading.Event()
         self._on_stop = on_stop
         self._kill_wait = kill_wait
         self._requests: SimpleQueue[str | None] = SimpleQueue()
@@ -104,6 +105,10 @@ class StopListener:
         elif is_announced and deadline is not None and (stop.deadline is None or deadline < stop.deadline):
             self.stop = replace(stop, deadline=deadline, certain=True)
 
+    def wait_until_announced(self, timeout_s: float) -> None:
+        """Wait until the request is logged and reported, which the listener's thread does."""
+        self._announced.wait(timeout_s)
+
     def call_previous_handler(self) -> None:
         """Call the script's own handler for the signal that came, now that everything is saved."""
         number = self.stop.signal if self.stop is not None else None
@@ -136,6 +141,7 @@ class StopListener:
             return
         log.warning("stop requested: %s. Grace period: %s", reason, self.grace)
         self._on_request()
+        self._announced.set()
         wait = self._kill_wait.total_seconds()
         if wait > 0:
             log.warning("training continues for %g s before saving (kill_wait)", wait)

@@ -20,7 +20,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from reprieve import exit_codes
 from reprieve.checkpoint.checkpointer import Checkpointer
 from reprieve.checkpoint.results import Restored, Save
 from reprieve.clock import Clock
@@ -347,12 +346,10 @@ class Session:
     def _on_lost_rank(self, error: RanksError) -> None:
         """The main thread probably waits for a dead rank in a collective, so end the process. If only the store is
         lost and no stop is requested, training continues."""
-        is_stopping = self.stop_listener.stop is not None
-        if isinstance(error, RankFailed) and not is_stopping:
+        if isinstance(error, RankFailed) and self.stop_listener.stop is None:
             self.reporter.failed(error)
-        if isinstance(error, RankFailed) or is_stopping:
-            code = exit_codes.PREEMPTED if is_stopping else exit_codes.NOT_FINISHED
-            process_exit.schedule(self._exit_wait.total_seconds(), code=code, why=f"{error};")
+        if isinstance(error, RankFailed) or self.stop_listener.stop is not None:
+            process_exit.schedule(self._exit_wait.total_seconds(), code=1, why=f"{error};")
 
     def _close_earlier(self) -> None:
         """Close an earlier session on the same folder: in a notebook a cell may run twice."""

@@ -28,6 +28,8 @@ log = logging.getLogger("reprieve")
 
 MARGIN_S = 0.5
 """How long before the deadline the process ends by itself, so that it exits with 143 and not by SIGKILL."""
+_ANNOUNCE_TIMEOUT_S = 1.0
+"""How long the stop listener's thread may take to log a request; a busy machine delays threads."""
 _AGREE_TIMEOUT = timedelta(seconds=15)
 """How long a rank at the same boundary may take to report its deadline."""
 _POLL_INTERVAL_S = 0.25
@@ -61,6 +63,7 @@ class GracefulShutdown:
         """Save what there is time for and leave together. Returns the exception to raise. `last_saved`: the step of
         the last save that was requested."""
         self._stop_listener.request(ANOTHER_RANK)  # has no effect if this rank has a request already
+        self._stop_listener.wait_until_announced(_ANNOUNCE_TIMEOUT_S)
         stop = self._stop_listener.stop
         assert stop is not None
         times = {"signal": stop.at, "agreed": time.monotonic()}
