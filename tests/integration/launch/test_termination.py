@@ -25,6 +25,7 @@ def test_stopped_in_training(lab: Lab) -> None:
     assert launched.wait().code == 143
     found = lab.termination()
     assert (found["state"], found["currentStep"], found["saved"]) == ("stopped", lab.steps(), True)
+    assert found["step"] == found["currentStep"]
     assert found["message"].startswith(f"stopped by SIGTERM: saved at step {lab.steps()}")
 
 

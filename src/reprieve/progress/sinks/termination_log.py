@@ -56,7 +56,7 @@ class TerminationSink:
 
 def message(progress: Progress) -> bytes:
     """Return as much of the progress as fits."""
-    return _fitting(progress_json.for_http(progress))
+    return _fitting(_content(progress))
 
 
 def add_message(text: str, state: RunState, step: int, env: Mapping[str, str] = os.environ) -> None:
@@ -65,8 +65,13 @@ def add_message(text: str, state: RunState, step: int, env: Mapping[str, str] = 
     log = path(env)
     with contextlib.suppress(OSError):
         if log.exists():
-            content = _progress_in(log) or progress_json.for_http(Progress(at=time.time(), state=state, step=step))
+            content = _progress_in(log) or _content(Progress(at=time.time(), state=state, step=step))
             log.write_bytes(_fitting({**content, "message": text}))
+
+
+def _content(progress: Progress) -> dict[str, Any]:
+    """The metrics, and the step also by its name in the progress file."""
+    return {**progress_json.for_http(progress), "step": progress.step}
 
 
 def _progress_in(log: Path) -> dict[str, Any] | None:
