@@ -34,7 +34,7 @@ def started_rank(lab: Lab, rank: int, launched: Launched) -> int:
     found: list[int] = []
 
     def look() -> bool:
-        for pid in processes_with(SCRIPT):
+        for pid in processes_with(str(lab.job)):  # not those of a test beside this one
             try:
                 if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                     found.append(pid)
