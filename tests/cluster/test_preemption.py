@@ -40,8 +40,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[
 
 @pytest.fixture
 def slots(cluster: Cluster) -> Iterator[None]:
-    """Give the node two slots, so that the scheduler must preempt a pod of the job for a third."""
-    capacity = {"status": {"capacity": {SLOT: "2"}, "allocatable": {SLOT: "2"}}}
+    """Give the nodes two slots together, so that the scheduler must preempt a pod of the job for a third."""
+    each = str(2 // len(cluster.nodes))
+    capacity = {"status": {"capacity": {SLOT: each}, "allocatable": {SLOT: each}}}
     for node in cluster.nodes:
         cluster.kubectl.patch("node", node, capacity, "--subresource=status")
     cluster.kubectl.apply(

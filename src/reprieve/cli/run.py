@@ -51,7 +51,7 @@ def main(args: Namespace) -> int:
     settings = resolve({name: getattr(args, name) for name in _OPTIONS})
     if settings.name is not None:
         check_name(settings.name)
-    _check_every(settings.every)
+    _check_every(settings)
     if args.explain:
         show_settings(settings)
         return 0
@@ -123,14 +123,14 @@ def show_settings(settings: Settings) -> None:
     data.print(table, highlight=False, markup=False)
 
 
-def _check_every(every: Any) -> None:
+def _check_every(settings: Settings) -> None:
     """Raise ConfigError before anything is started: a typing error should not cost a minute."""
     from reprieve.checkpoint.schedule import Schedule
 
     try:
-        Schedule.of(every)
+        Schedule.of(settings.every)
     except ConfigError as error:
-        raise ConfigError(f"--every: {error}") from None
+        raise ConfigError(f"{settings.sources['every']}: {error}") from None
 
 
 class _PrintRecords(logging.Handler):
