@@ -56,8 +56,6 @@ class Training:
     options: dict[str, Any]
     name: str = "train"
     resources: dict[str, str] = field(default_factory=dict)
-    _seen: set[str] = field(default_factory=set)
-    """The pods of earlier generations."""
 
     def start(self, runtime: Object | None = None) -> None:
         """Create the TrainJob, with the runtime reprieve-torch by default."""
@@ -122,7 +120,8 @@ class Training:
 
     def assert_generations_never_overlapped(self) -> None:
         """No pod started before all pods of the generation before had ended. Kubernetes' times are whole seconds."""
-        by_start = sorted((_started_at(pod), _ended_at(pod), pod.index) for pod in self.pods.ended())
+        ranks = [pod for pod in self.pods.ended() if pod.index is not None]
+        by_start = sorted((_started_at(pod), _ended_at(pod), pod.index) for pod in ranks)
         generations = [by_start[at : at + NODES] for at in range(0, len(by_start), NODES)]
         for before, following in itertools.pairwise(generations):
             assert max(end for _, end, _ in before) <= min(start for start, _, _ in following), self.pods.history()
