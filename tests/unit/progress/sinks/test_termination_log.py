@@ -70,7 +70,7 @@ def test_it_is_never_too_long_and_always_json(log: Path, much: dict[str, Any]) -
 
 def test_what_fits_is_told(log: Path) -> None:
     TerminationSink(log).close(progress(state="finished"))
-    assert strict_json(log.read_text()) == progress_json.for_http(progress(state="finished"))
+    assert strict_json(log.read_text()) == {**progress_json.for_http(progress(state="finished")), "step": 150}
 
 
 def test_the_launcher_leaves_progress_where_it_is(
@@ -115,7 +115,7 @@ def test_the_launcher_writes_json_where_no_rank_has(
     print_exit_message("how it ended", state, 7)
     content = strict_json(log.read_text())
     assert (content["message"], content["currentStep"], content["state"]) == ("how it ended", 7, written)
-    assert content.keys() == {*progress_json.for_http(progress()), "message"}
+    assert content.keys() == {*progress_json.for_http(progress()), "step", "message"}
 
 
 def test_a_very_long_last_word_is_cut(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
