@@ -3,6 +3,9 @@
 After `SystemExit`, `finally`, `except BaseException`, atexit handlers and non-daemon threads still run, and may hang or
 exit with 0. So a watchdog ends the process after a while, and the last of the atexit handlers sets the exit code. A
 process that ends by a permanent failure exits with 42.
+
+A process that belongs to a framework (a worker of Ray) must not end: that would count as a failure there. It is handed
+back to its host instead.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import NoReturn
 
 from reprieve import exit_codes
 from reprieve.errors import is_permanent
+from reprieve.preemption.process_host import ProcessHost
 
 log = logging.getLogger("reprieve")
 
@@ -28,21 +32,27 @@ class Preempted(SystemExit):
     """The run was stopped, and resumes at its next start. Raised at a boundary, after everything was saved. The process
     exits with 143, so do not catch it; if it is caught, the next boundary raises it again."""
 
-    def __init__(self, reason: str = "") -> None:
+    def __init__(self, reason: str = "", *, step: int | None = None, saved: bool = False) -> None:
         super().__init__(exit_codes.PREEMPTED)
         self.reason = reason
+        self.step = step
+        """The last completed step."""
+        self.saved = saved
+        """Whether that step is in a checkpoint."""
 
 
 class ProcessExit:
     """The exit of this process: its code, and when it is forced."""
 
     def __init__(self) -> None:
+        self.host: ProcessHost | None = None
+        """The framework that owns this process. It decides when the process ends."""
         self._code: int | None = None
         self._prepared = False
 
     def prepare(self) -> None:
         """Install the hooks. Call this early: the atexit handler that is registered first runs last."""
-        if not self._prepared:
+        if not self._prepared and self.host is None:
             self._prepared = True
             atexit.register(self._at_exit)
             before = sys.excepthook
@@ -58,42 +68,48 @@ class ProcessExit:
         self, seconds: float, code: int = exit_codes.PREEMPTED, *, why: str = "", decided: bool = True
     ) -> None:
         """Force an exit with this code after `seconds`. `decided`: also use this code if the process ends by itself
-        before."""
+        before. A host replaces the workers of a failed job itself, so there only a stop has an effect."""
+        if self.host is not None and code != exit_codes.PREEMPTED:
+            return
         if decided:
             self._code = code
         threading.Thread(target=self._after, args=(seconds, code, why), name="reprieve exit", daemon=True).start()
 
     def exit_now(self) -> None:
         """Exit with 143 from any thread, whatever other threads do."""
-        _end(exit_codes.PREEMPTED)
+        self._end(exit_codes.PREEMPTED)
 
     def raise_or_exit(self, stopped: Preempted) -> NoReturn:
         """Leave the training loop after everything is saved. Outside the main thread an exception would end only that
-        thread, and the script would continue, so exit there."""
-        if threading.current_thread() is not threading.main_thread():
+        thread, and the script would continue, so exit there. A host catches the exception on whatever thread."""
+        if self.host is None and threading.current_thread() is not threading.main_thread():
             self.exit_now()
         raise stopped
 
     def _after(self, seconds: float, code: int, why: str) -> None:
         threading.Event().wait(max(0.0, seconds))
-        log.error("%s ending the process now, with exit code %d", why or f"still running {seconds:g} s later:", code)
-        _end(code)
+        if self.host is None:
+            reason = why or f"still running {seconds:g} s later:"
+            log.error("%s ending the process now, with exit code %d", reason, code)
+        self._end(code)
 
     def _at_exit(self) -> None:
         if self._code is not None:
-            _end(self._code)
+            self._end(self._code)
 
-
-def _end(code: int) -> None:
-    # On a thread, if one can still start: the main thread may hang in a stream and hold its lock.
-    flushing = threading.Thread(target=_flush, daemon=True)
-    try:
-        flushing.start()
-    except RuntimeError:  # the interpreter is ending
-        _flush()
-    else:
-        flushing.join(_FLUSH_S)
-    os._exit(code)
+    def _end(self, code: int) -> None:
+        if self.host is not None:
+            self.host.hand_back()
+            return
+        # On a thread, if one can still start: the main thread may hang in a stream and hold its lock.
+        flushing = threading.Thread(target=_flush, daemon=True)
+        try:
+            flushing.start()
+        except RuntimeError:  # the interpreter is ending
+            _flush()
+        else:
+            flushing.join(_FLUSH_S)
+        os._exit(code)
 
 
 def _flush() -> None:

@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from queue import SimpleQueue
 
@@ -21,6 +21,7 @@ from reprieve.console import ONE_RANK
 from reprieve.errors import ConfigError
 from reprieve.preemption.deadline import Grace
 from reprieve.preemption.notices import Notice, NoticePoller, detect_clouds
+from reprieve.preemption.process_host import ProcessHost, StopRequest
 from reprieve.preemption.signals import signal_watch
 
 log = logging.getLogger("reprieve")
@@ -28,24 +29,6 @@ log = logging.getLogger("reprieve")
 
 ANOTHER_RANK = "a stop request to another rank"
 """The reason on ranks that received no stop request from outside."""
-
-
-@dataclass(frozen=True, slots=True)
-class StopRequest:
-    """Why a run must stop, and until when."""
-
-    reason: str
-    at: float
-    """When the request came, by `time.monotonic`."""
-    deadline: float | None
-    """When the process is killed, by `time.monotonic`; None: no deadline is known."""
-    certain: bool = False
-    """The deadline is configured or announced, and not only a default of the platform."""
-    signal: int | None = None
-
-    def remaining_s(self) -> float | None:
-        """Return the seconds until the deadline, or None if no deadline is known."""
-        return None if self.deadline is None else self.deadline - time.monotonic()
 
 
 class StopListener:
@@ -61,25 +44,32 @@ class StopListener:
         signals: Iterable[int | str] = (signal.SIGTERM,),
         kill_wait: timedelta = timedelta(0),
         notices: str | Sequence[str] = "auto",
+        host: ProcessHost | None = None,
     ) -> None:
         """Both are called once, on the listener's thread: `on_request` as soon as there is a request, `on_stop`
-        `kill_wait` later."""
-        self.grace = grace
+        `kill_wait` later. `host`: where requests come from instead of signals and notices; it has waited already."""
+        self.grace = grace if host is None else host.grace
         self.signals = tuple(map(signal_number, signals))
         self.stop: StopRequest | None = None
         self._on_request = on_request
         self._announced = threading.Event()
         self._on_stop = on_stop
-        self._kill_wait = kill_wait
+        self._kill_wait = kill_wait if host is None else timedelta(0)
+        self._host = host
         self._requests: SimpleQueue[str | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="reprieve stop listener", daemon=True)
         # One process of a machine is enough: the ranks share stop requests.
-        clouds = detect_clouds(notices) if os.environ.get("LOCAL_RANK", "0") == "0" else ()
+        polls = host is None and os.environ.get("LOCAL_RANK", "0") == "0"
+        clouds = detect_clouds(notices) if polls else ()
         self._pollers = [NoticePoller(cloud, self._noticed) for cloud in clouds]
         self.handles_signals = False
 
     def start(self) -> None:
         self._thread.start()
+        if self._host is not None:
+            self._host.subscribe(self._requested_by_host)
+            self.handles_signals = True
+            return
         self.handles_signals = signal_watch.subscribe(self.signals, self._signalled)
         if not self.handles_signals:
             log.info("not on the main thread, so signals do not stop this run: only notices and request() do")
@@ -88,7 +78,7 @@ class StopListener:
 
     def reassert_signals(self) -> None:
         """Call this now and then: see `SignalWatch.reassert`."""
-        if self.handles_signals:
+        if self.handles_signals and self._host is None:
             signal_watch.reassert()
 
     def request(self, reason: str, *, deadline: float | None = None, number: int | None = None) -> None:
@@ -110,14 +100,18 @@ class StopListener:
         self._announced.wait(timeout_s)
 
     def call_previous_handler(self) -> None:
-        """Call the script's own handler for the signal that came, now that everything is saved."""
-        number = self.stop.signal if self.stop is not None else None
+        """Call the script's own handler for the signal that came, now that everything is saved. A host's own handler
+        would end its process."""
+        number = self.stop.signal if self.stop is not None and self._host is None else None
         handler = signal_watch.previous_handler(number) if number is not None else None
         if handler is not None and number is not None and handler is not signal.default_int_handler:
             handler(number, None)
 
     def close(self) -> None:
-        signal_watch.unsubscribe(self._signalled)
+        if self._host is not None:
+            self._host.unsubscribe(self._requested_by_host)
+        else:
+            signal_watch.unsubscribe(self._signalled)
         self._requests.put(None)
         for poller in self._pollers:
             poller.close()
@@ -125,6 +119,13 @@ class StopListener:
     def _signalled(self, number: int) -> None:
         # No log, no lock: this may run inside a signal handler.
         self.request(signal.Signals(number).name, number=number)
+
+    def _requested_by_host(self, request: StopRequest) -> None:
+        if (stop := self.stop) is None:
+            self.stop = request
+            self._requests.put(request.reason)
+        else:
+            self.stop = replace(stop, deadline=request.deadline, certain=request.certain)
 
     def _noticed(self, notice: Notice) -> None:
         if not notice.urgent:
@@ -139,7 +140,8 @@ class StopListener:
     def _serve(self) -> None:
         if (reason := self._requests.get()) is None:
             return
-        log.warning("stop requested: %s. Grace period: %s", reason, self.grace)
+        if self._host is None:  # a host has logged it
+            log.warning("stop requested: %s. Grace period: %s", reason, self.grace)
         self._on_request()
         self._announced.set()
         wait = self._kill_wait.total_seconds()

@@ -2,6 +2,7 @@
 
 In this order:
 
+0. what a framework knows that has started this process (`provide`);
 1. `REPRIEVE_STORE` (`tcp://host:port[/prefix]` or `file:///folder`), with `RANK` and `WORLD_SIZE`;
 2. torchrun: our own client of the agent's store, which exists before the process group does;
 3. torch.distributed is initialised: rank 0 serves a store, the others learn its address through the process group's;
@@ -33,15 +34,27 @@ if TYPE_CHECKING:
 
 _calls = itertools.count()
 
+_provided: tuple[int, int, Store] | None = None
+"""The rank, the number of ranks and the store that a framework gave to this process."""
+
 _served: tuple[Any, Store] | None = None
 """The process group's store, and our store beside it: served here (rank 0) or found (other ranks)."""
 
 _HELP = "Start it with torchrun, call torch.distributed.init_process_group first, or set REPRIEVE_STORE=tcp://host:port"
 
 
+def provide(rank: int, world_size: int, store: Store) -> None:
+    """Make this process a rank of the job of a framework, which may set no variables for it."""
+    global _provided  # noqa: PLW0603 - a process is one rank
+    _provided = (rank, world_size, store)
+
+
 def detect(limit: timedelta = LIMIT) -> Ranks:
     """Return the ranks of this job, with their own connection to the store."""
     number = next(_calls)
+    if _provided is not None:
+        rank, world_size, store = _provided
+        return Ranks(rank, world_size, prefixed(store.client(), str(number)) if world_size > 1 else None, limit=limit)
     group = _process_group()
     address = os.environ.get("REPRIEVE_STORE")
     torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -101,6 +101,7 @@ class Session:
             signals=signals,
             kill_wait=settings.kill_wait,
             notices=notices,
+            host=process_exit.host,
         )
         self._close_earlier()
         worker_signals.shield(self.stop_listener.signals)

@@ -18,7 +18,8 @@ from reprieve.checkpoint.checkpointer import Checkpointer
 from reprieve.console import ONE_RANK
 from reprieve.errors import RanksError, ReprieveError
 from reprieve.preemption.process_exit import Preempted, process_exit
-from reprieve.preemption.stop_listener import ANOTHER_RANK, StopListener, StopRequest
+from reprieve.preemption.process_host import StopRequest
+from reprieve.preemption.stop_listener import ANOTHER_RANK, StopListener
 from reprieve.ranks.group import Ranks
 from reprieve.session.run_reporter import Parts, RunReporter, fingerprinted
 from reprieve.session.stop_plan import RankDeadline, StopPlan, common_deadline, plan_last_save
@@ -91,7 +92,7 @@ class GracefulShutdown:
         self._leave(stop)
         times["left"] = time.monotonic()
         self._reporter.stopped(step, saved=saved, times=times, **state)
-        return Preempted(stop.reason)
+        return Preempted(stop.reason, step=step, saved=saved)
 
     def _agree_on_deadline(self, stop: StopRequest) -> StopRequest:
         """Return the earliest deadline of all ranks, less the margin, with the reason from outside."""
