@@ -1,0 +1,158 @@
+"""The driver's part of a run: SIGTERM during `fit()` stops the whole run, and `fit()` never returns from it.
+
+    SIGTERM │ reprieve pause │ ray job stop
+      ↓
+    the store of the controller    all workers save and park (`worker.py`)
+      ↓
+    DriverStopped                  raised in the controller, and so by `fit()`
+      ↓
+    Preempted                      exit code 143; nothing behind `fit()` runs
+
+The same name and storage path resume the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import ray
+
+from reprieve.adapters.ray import internals
+from reprieve.adapters.ray.config import JITCheckpointConfig
+from reprieve.adapters.ray.controller import DriverStopped
+from reprieve.adapters.ray.messages import DRIVER_STOP, DriverStop, StoreAddress, stop_key, store_key
+from reprieve.console import show_logs
+from reprieve.errors import ConfigError, ReprieveError
+from reprieve.preemption.process_exit import Preempted, process_exit
+from reprieve.preemption.stop_listener import StopListener
+from reprieve.ranks.store import prefixed
+from reprieve.ranks.torch_store import TorchStore
+
+if TYPE_CHECKING:
+    from reprieve.adapters.ray.callback import JITCheckpointCallback
+
+log = logging.getLogger("reprieve")
+
+T = TypeVar("T")
+
+_EXIT_S = 30.0
+"""How long the driver may take to exit after `fit()`: shutting down a local cluster takes up to 12 s."""
+_POLL_S = 0.1
+_DEFAULT_NAME = re.compile(r"ray_train_run-\d{4}-\d\d-\d\d_")
+
+
+def protect(trainer: T, config: JITCheckpointConfig | None = None) -> T:
+    """Protect a trainer that has a plain `RunConfig`; return it."""
+    add_callback(trainer.run_config, config or JITCheckpointConfig(enabled=True))  # type: ignore[attr-defined]
+    return trainer
+
+
+def add_callback(run_config: Any, config: JITCheckpointConfig) -> None:
+    """Protect the runs with this `RunConfig`, once."""
+    from reprieve.adapters.ray.callback import JITCheckpointCallback
+
+    if not any(isinstance(each, JITCheckpointCallback) for each in run_config.callbacks):
+        run_config.callbacks = [*run_config.callbacks, JITCheckpointCallback(config)]
+    wrap_fit()
+
+
+def wrap_fit() -> None:
+    """Let `fit()` watch for stops, for trainers that are protected."""
+    original = internals.DataParallelTrainer.fit
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def fit(trainer: Any) -> Any:
+        from reprieve.adapters.ray.callback import JITCheckpointCallback
+
+        callbacks = [each for each in trainer.run_config.callbacks if isinstance(each, JITCheckpointCallback)]
+        if not callbacks:
+            return original(trainer)
+        _check(trainer)
+        if not ray.is_initialized():
+            ray.init()  # as `fit()` does; later, it would replace our signal handler
+        with DriverGuard(callbacks[0]):
+            return original(trainer)
+
+    internals.DataParallelTrainer.fit = fit  # type: ignore[assignment, method-assign]
+
+
+def watch_running_fit(callback: JITCheckpointCallback) -> None:
+    """Watch for stops in a `fit()` that is running already. The process ends when it does."""
+    wrap_fit()
+    DriverGuard(callback).__enter__()
+
+
+def _check(trainer: Any) -> None:
+    if trainer.scaling_config.num_workers == 0:
+        raise ConfigError(
+            "num_workers=0 runs the training function in the driver, where Ray has no worker to stop or restart. Use "
+            "ScalingConfig(num_workers=1), or reprieve.Run without Ray"
+        )
+    if _DEFAULT_NAME.match(trainer.run_config.name or ""):
+        log.warning(
+            "this run has no name: if its driver stops, the next one starts over. Use RunConfig(name=…, storage_path=…)"
+        )
+
+
+class DriverGuard:
+    """Watches for stops while `fit()` runs."""
+
+    def __init__(self, callback: JITCheckpointCallback) -> None:
+        self._run_id = callback.run_id
+        grace = callback.config.grace
+        self._ended = threading.Event()
+        self._stop_listener = StopListener(
+            self._stop, grace=grace, signals=callback.config.signals, notices="off", kill_wait=timedelta(0)
+        )
+
+    def __enter__(self) -> DriverGuard:
+        show_logs()
+        process_exit.prepare()
+        for name, value in internals.POLL_INTERVALS_S.items():
+            os.environ.setdefault(name, value)
+        self._stop_listener.start()
+        if not self._stop_listener.handles_signals:
+            log.warning("fit() runs outside the main thread: SIGTERM stops workers, but not this driver")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *at: object) -> None:
+        self._ended.set()
+        stop = self._stop_listener.stop
+        self._stop_listener.close()
+        if isinstance(error, DriverStopped):
+            reason = stop.reason if stop is not None else error.reason
+            process_exit.schedule(_EXIT_S)
+            raise Preempted(reason) from None
+
+    def _stop(self) -> None:
+        """Pass the stop on to the controller. On the stop listener's thread."""
+        stop = self._stop_listener.stop
+        assert stop is not None
+        remaining_s = stop.remaining_s() if stop.certain else None
+        if remaining_s is not None:
+            process_exit.schedule(remaining_s - 0.5, why="the grace period is over:", decided=False)
+        message = DriverStop(reason=stop.reason, deadline=None if remaining_s is None else time.time() + remaining_s)
+        with contextlib.suppress(ReprieveError):
+            for address in self._addresses(message):
+                store = prefixed(TorchStore(address.host, address.port), address.secret)
+                store.set(DRIVER_STOP, message.to_json())
+                store.close()
+                return
+
+    def _addresses(self, message: DriverStop) -> Iterator[StoreAddress]:
+        """Yield the controller's address once it is known. A controller that starts now sees the message as a key."""
+        internals.put_key(stop_key(self._run_id), message.to_json())
+        while not self._ended.wait(_POLL_S):
+            if (data := internals.get_key(store_key(self._run_id))) is not None:
+                yield StoreAddress.from_json(data)

@@ -1,0 +1,92 @@
+"""Keeps the list of a run's checkpoints readable: Ray writes it in place, and a torn one makes the run unusable.
+
+In a controller, Ray's snapshot is written to another name and renamed, with a copy beside it. A snapshot that was torn
+before (by a controller without us), or that names checkpoints which are gone, is repaired when it is loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from reprieve.adapters.ray.internals import CheckpointManager
+from reprieve.storage.disk import Disk
+
+log = logging.getLogger("reprieve")
+
+_COPY = ".copy"
+_GUARDED = "_reprieve_guarded"
+
+
+def guard_snapshots() -> None:
+    """Guard the snapshots that this process writes and loads."""
+    if getattr(CheckpointManager, _GUARDED, False):
+        return
+    setattr(CheckpointManager, _GUARDED, True)
+    CheckpointManager._write_state_to_storage = _write  # type: ignore[method-assign]
+    original = CheckpointManager._maybe_load_state_from_storage
+
+    @functools.wraps(original)
+    def load(manager: Any) -> None:
+        repair(manager._storage_context)
+        original(manager)
+
+    CheckpointManager._maybe_load_state_from_storage = load  # type: ignore[method-assign]
+
+
+def _write(manager: Any) -> None:
+    storage = manager._storage_context
+    data = manager._save_state().encode()
+    path = storage.checkpoint_manager_snapshot_path
+    for name in (path + _COPY, path):
+        _replace(storage.storage_filesystem, name, data)
+
+
+def _replace(files: Any, path: str, data: bytes) -> None:
+    """Write a file whole. Object stores do that by themselves, and some cannot rename."""
+    if files.type_name == "local":
+        Disk().replace_file(Path(path), data)
+        return
+    with files.open_output_stream(path) as stream:
+        stream.write(data)
+
+
+def repair(storage: Any) -> None:
+    """Put the copy of the snapshot in the place of one that is torn or missing."""
+    files, path = storage.storage_filesystem, storage.checkpoint_manager_snapshot_path
+    problem = _problem(files, path)
+    if problem is None:
+        return
+    copy = _read(files, path + _COPY)
+    if copy is None or _problem(files, path + _COPY) is not None:
+        if problem != _MISSING:
+            log.error("%s is %s, and there is no copy of it: Ray refuses to use it", path, problem)
+        return
+    _replace(files, path, copy)
+    log.warning("%s is %s: replaced by its copy", path, problem)
+
+
+_MISSING = "missing"
+
+
+def _problem(files: Any, path: str) -> str | None:
+    data = _read(files, path)
+    if data is None:
+        return _MISSING
+    try:
+        state = json.loads(data)
+    except ValueError:
+        return "torn" if data else "empty"
+    return None if isinstance(state, dict) and state else "empty"
+
+
+def _read(files: Any, path: str) -> bytes | None:
+    try:
+        with files.open_input_stream(path) as stream:
+            data: bytes = stream.read()
+            return data
+    except FileNotFoundError:
+        return None
