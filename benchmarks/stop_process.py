@@ -48,7 +48,7 @@ class Notes:
     @contextmanager
     def kept(self, **more: Any) -> Iterator[None]:
         """Record the save of the block, however it ends. Reprieve's own saves are recorded automatically."""
-        from reprieve import failpoints
+        from reprieve.ranks import failpoints
 
         failpoints.on_reached = self.at
         try:

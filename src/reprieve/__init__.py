@@ -25,8 +25,8 @@ from reprieve.errors import (
     StorageFull,
     StoreLost,
     UnsafeState,
+    needing,
 )
-from reprieve.extras import needing
 
 if TYPE_CHECKING:
     from reprieve.adapters.loop.run import Run

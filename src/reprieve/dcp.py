@@ -10,7 +10,7 @@ a checkpoint that becomes visible only when it is complete and durable. The file
 
 from __future__ import annotations
 
-from reprieve.extras import needing
+from reprieve.errors import needing
 
 with needing("reprieve.dcp"):
     from reprieve.adapters.dcp.reader import StorageReader

@@ -20,10 +20,17 @@
         └── StoreLost          the store that ranks communicate through is gone (its host died)
 
 Third-party errors are chained (`raise … from`), never leaked. A message says what happened, to which thing, and what
-to do about it.
+to do about it. Where users enter code that needs an optional dependency, such as torch, the import is wrapped in
+`needing`, which names the extra that installs it.
 """
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+_EXTRAS = {"torch": "torch", "transformers": "transformers", "accelerate": "transformers"}
+"""Package → the extra of Reprieve that installs it."""
 
 
 class ReprieveError(Exception):
@@ -125,6 +132,20 @@ def is_permanent(error: BaseException) -> bool:
     if isinstance(error, RankFailed):
         return error.permanent
     return isinstance(error, ConfigError | StateError | NoValidCheckpoint | FolderInUse | FolderNotWritable)
+
+
+@contextlib.contextmanager
+def needing(what: str) -> Iterator[None]:
+    """Raise MissingExtra, in one line, where `what` imports an optional dependency that is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRAS:
+            raise
+        raise MissingExtra(
+            f"{what} needs {package}, which is not installed: pip install 'reprieve[{_EXTRAS[package]}]'"
+        ) from None
 
 
 def _rank_failed(rank: int | None, reason: str, during: str | None, permanent: bool) -> RankFailed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reprieve.extras import needing
+from reprieve.errors import needing
 
 with needing("reprieve.transformers"):
     from reprieve.adapters.transformers import protect

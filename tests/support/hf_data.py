@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch.utils.data import Dataset, IterableDataset
 
-from reprieve.failpoints import reached
+from reprieve.ranks.failpoints import reached
 
 if TYPE_CHECKING:
     from tests.support.jobs.hf_jobs import HfJob

@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import Trainer, TrainingArguments
 
-from reprieve.failpoints import reached
+from reprieve.ranks.failpoints import reached
 from tests.support.hf_data import LENGTH, VOCABULARY, Forgetful, Stream, Tokens, encoded, pairs, texts, tokenizer
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from reprieve.cli.run import launch, start_detached
 from reprieve.errors import ConfigError
 from reprieve.launch.messages import print_message
 from reprieve.launch.runs.run_record import RunRecord, Runs
-from reprieve.redaction import HIDDEN
+from reprieve.progress.redaction import HIDDEN
 from reprieve.settings import resolve
 
 _CALLER_VARIABLES = ("REPRIEVE_STATE_DIR", "XDG_STATE_HOME", "HOME")

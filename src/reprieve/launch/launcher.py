@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from reprieve import exit_codes, redaction
+from reprieve import exit_codes
 from reprieve.checkpoint.folder.attempts import AttemptRecord
 from reprieve.checkpoint.folder.lease import read_record
 from reprieve.checkpoint.folder.paths import LEASE_FOLDER
@@ -41,6 +41,7 @@ from reprieve.launch.runs.restart_policy import RestartPolicy, Retry, find_endle
 from reprieve.launch.runs.run_record import RunFolder, RunRecord, Runs, default_name
 from reprieve.launcher_protocol import LAUNCHER_SOCKET, START_OVER, Listener, Pause
 from reprieve.preemption.deadline import NO_LIMIT_S, Grace, resolve_grace_period
+from reprieve.progress import redaction
 from reprieve.run_state import RunState
 from reprieve.settings import SETTINGS, Settings
 from reprieve.storage.uri import display_path, local_path

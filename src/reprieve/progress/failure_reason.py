@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 
 from reprieve.errors import RankFailed
-from reprieve.redaction import HIDDEN, VALUE, is_secret
+from reprieve.progress.redaction import HIDDEN, VALUE, is_secret
 
 MAX_LENGTH = 300
 """Characters. The termination log has 4,096 bytes for everything."""

@@ -21,7 +21,7 @@ from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 from reprieve.errors import RankFailed, RanksError, is_permanent
-from reprieve.failpoints import reached
+from reprieve.ranks.failpoints import reached
 from reprieve.ranks.store import Store, prefixed
 
 T = TypeVar("T")

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 from reprieve.console import ONE_RANK
 from reprieve.errors import ConfigError, RankFailed, RanksError, StoreLost
-from reprieve.failpoints import reached
 from reprieve.ranks import step_protocol as protocol
+from reprieve.ranks.failpoints import reached
 from reprieve.ranks.group import Ranks
 from reprieve.ranks.step_protocol import (
     SAVE,

@@ -1,6 +1,6 @@
 """Faults that read as scenarios: what happens to which rank, and where.
 
-A failpoint is a name that the code passes to `reprieve.failpoints.reached`. Every `Ranks.agree(name)` has three:
+A failpoint is a name that the code passes to `reprieve.ranks.failpoints.reached`. Every `Ranks.agree(name)` has three:
 "before {name}" when it begins, "publish {name}" when this rank's work is done and no other rank knows yet, "after
 {name}" when the outcome is known. The code of a test may define more.
 """
@@ -102,7 +102,7 @@ def full_disk(rank: int, after_bytes: str | int) -> Fault:
 
 
 def at_points(faults: Iterable[Fault]) -> Callable[[str], None]:
-    """Return a function for `reprieve.failpoints.on_reached` that injects these faults, all of this rank."""
+    """Return a function for `reprieve.ranks.failpoints.on_reached` that injects these faults, all of this rank."""
     at_failpoints = [fault for fault in faults if isinstance(fault, _FaultAtPoint)]
     counts: Counter[str] = Counter()
     lock = threading.Lock()

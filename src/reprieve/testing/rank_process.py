@@ -22,8 +22,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-from reprieve import failpoints
 from reprieve.console import fallback
+from reprieve.ranks import failpoints
 from reprieve.storage.disk import Disk
 from reprieve.testing.faults import Fault, FullDiskFault, SlowDiskFault, at_points
 from reprieve.testing.faulty_disks import FullDisk, SlowDisk

@@ -496,7 +496,7 @@ TRAINING = """
 import os, signal, sys
 import torch
 from reprieve import Checkpointer
-from reprieve import failpoints
+from reprieve.ranks import failpoints
 
 def die_in_the_middle(point):
     if point == "publish write":

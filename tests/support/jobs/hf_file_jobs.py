@@ -9,7 +9,7 @@ from typing import Any
 
 import transformers
 
-from reprieve.failpoints import reached
+from reprieve.ranks.failpoints import reached
 from reprieve.transformers import protect
 from tests.support.hf_data import Tokens
 from tests.support.jobs.hf_jobs import TIMES, HfJob, make

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 import reprieve
-from reprieve.failpoints import reached
+from reprieve.ranks.failpoints import reached
 from reprieve.testing.rank_process import disk
 
 SAMPLES, WIDTH, BATCH = 40, 8, 4

@@ -407,7 +407,7 @@ def wait_in_the_middle(signs: Path) -> Callable[[str], None]:
 
 
 def older_attempt_in_the_middle(root: Path, signs: Path) -> tuple[int, list[Outcome]]:
-    from reprieve import failpoints
+    from reprieve.ranks import failpoints
 
     if int(os.environ["RANK"]) == 1:
         failpoints.on_reached = wait_in_the_middle(signs)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from reprieve.errors import StoreLost
-from reprieve.failpoints import reached
+from reprieve.ranks.failpoints import reached
 from reprieve.ranks.group import Ranks
 from reprieve.testing import disk
 

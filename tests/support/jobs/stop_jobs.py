@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from reprieve.errors import RanksError
-from reprieve.failpoints import reached
+from reprieve.ranks.failpoints import reached
 from reprieve.ranks.group import Ranks
 from reprieve.ranks.step_agreement import StepAgreement
 

@@ -22,7 +22,7 @@ import reprieve
 from reprieve.checkpoint.buffers.block_pool import BlockPool
 from reprieve.checkpoint.folder.catalog import list_checkpoints
 from reprieve.checkpoint.folder.verify import verify
-from reprieve.failpoints import reached
+from reprieve.ranks.failpoints import reached
 from reprieve.testing import Fault, Result, pause, run_ranks, terminate
 from reprieve.testing.rank_process import disk
 from tests.support.jobs.loop_jobs import BATCH, Augmented, Job, Seen, Undisturbed, noisy, train

@@ -16,9 +16,8 @@ from typing import Any
 
 import pytest
 
-from reprieve import failpoints
 from reprieve.errors import RankFailed, RanksError, ReprieveError, StoreLost
-from reprieve.ranks import group
+from reprieve.ranks import failpoints, group
 from reprieve.ranks.folder_store import FolderStore
 from reprieve.ranks.group import Ranks
 from reprieve.ranks.store import Store, prefixed

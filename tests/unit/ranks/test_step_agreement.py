@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from reprieve import failpoints
 from reprieve.errors import ConfigError, RankFailed, RanksError, StoreLost
+from reprieve.ranks import failpoints
 from reprieve.ranks.folder_store import FolderStore
 from reprieve.ranks.group import Ranks
 from reprieve.ranks.step_agreement import Request, StepAgreement

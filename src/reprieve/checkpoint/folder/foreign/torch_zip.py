@@ -24,8 +24,7 @@ from typing import IO
 from reprieve.checkpoint.folder.foreign.file_reader import FileReader
 from reprieve.checkpoint.folder.foreign.pickle_scan import Global, PickleScan, scan_pickle
 from reprieve.checkpoint.format.checksum import crc32
-from reprieve.errors import InvalidCheckpoint
-from reprieve.extras import needing
+from reprieve.errors import InvalidCheckpoint, needing
 
 ZIP_MAGIC = b"PK\x03\x04"
 

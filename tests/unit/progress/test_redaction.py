@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reprieve.launch.runs.run_record import RunRecord
-from reprieve.redaction import HIDDEN, is_secret, masked, storable
+from reprieve.progress.redaction import HIDDEN, is_secret, masked, storable
 
 HF = "hf_AbCdEfGhIjKlMnOpQrStUvWx"
 JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl"
