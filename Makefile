@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo picture lint format test test-fast test-torch test-transformers test-datasets bench soak clean
-.PHONY: cluster-build cluster-up cluster-down test-cluster test-cluster-full
+.PHONY: cluster-build cluster-up cluster-down test-cluster test-cluster-full test-ray
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/' | expand -t 26
@@ -102,6 +102,14 @@ test-cluster-full: $(READY)  ## The same, and those that need Kueue
 	@test -n "$$REPRIEVE_TEST_KUBECONFIG" || $(RIG) build --full
 	$(BIN)/python -m pytest tests/cluster
 
+# Four tests at a time, also on two cores: half of the time of a run on Ray is waiting for its processes.
+RAY_VENV = .venv-ray-$(VERSION)
+test-ray: $(READY)  ## The tests on a real Ray; with another version of it: VERSION=2.58.0
+	@test -z "$(VERSION)" || test -x $(RAY_VENV)/bin/python || $(PYTHON) -m venv $(RAY_VENV)
+	@test -z "$(VERSION)" || grep -vE '^ray==' constraints.txt > $(RAY_VENV)/constraints.txt
+	@test -z "$(VERSION)" || VIRTUAL_ENV=$(RAY_VENV) $(BIN)/uv pip install --constraint $(RAY_VENV)/constraints.txt --editable '.[dev]' 'ray[train]==$(VERSION)'
+	$(if $(VERSION),$(RAY_VENV),$(VENV))/bin/python -m pytest -n 4 --dist worksteal tests/ray
+
 bench: $(READY)  ## The figures of the README, as a table and in benchmarks/results.json
 	$(BIN)/python -m benchmarks
 
@@ -109,4 +117,4 @@ soak: $(READY)  ## The long versions of the randomised tests (hours)
 	OMP_NUM_THREADS=1 REPRIEVE_SOAK=1 $(BIN)/python $(PYTEST) --timeout 86400 -m soak
 
 clean:  ## Remove the environment and caches
-	rm -rf $(VENV) .venv-torch-* .venv-transformers-* .venv-datasets-* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-torch-* .venv-transformers-* .venv-datasets-* .venv-ray-* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -29,7 +29,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-_EXTRAS = {"torch": "torch", "transformers": "transformers", "accelerate": "transformers"}
+_EXTRAS = {"torch": "torch", "transformers": "transformers", "accelerate": "transformers", "ray": "ray"}
 """Package → the extra of Reprieve that installs it."""
 
 

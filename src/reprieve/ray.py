@@ -1,11 +1,11 @@
 """Public API for Ray Train. See docs/ray.md.
 
-    from reprieve.ray import JITCheckpointConfig, RunConfig, should_checkpoint
+from reprieve.ray import JITCheckpointConfig, RunConfig, should_checkpoint
 """
 
 from __future__ import annotations
 
-from reprieve.extras import needing
+from reprieve.errors import needing
 
 with needing("reprieve.ray"):
     from reprieve.adapters.ray.callback import JITCheckpointCallback
