@@ -108,7 +108,7 @@ test-ray: $(READY)  ## The tests on a real Ray; with another version of it: VERS
 	@test -z "$(VERSION)" || test -x $(RAY_VENV)/bin/python || $(PYTHON) -m venv $(RAY_VENV)
 	@test -z "$(VERSION)" || grep -vE '^ray==' constraints.txt > $(RAY_VENV)/constraints.txt
 	@test -z "$(VERSION)" || VIRTUAL_ENV=$(RAY_VENV) $(BIN)/uv pip install --constraint $(RAY_VENV)/constraints.txt --editable '.[dev]' 'ray[train]==$(VERSION)'
-	$(if $(VERSION),$(RAY_VENV),$(VENV))/bin/python -m pytest -n 4 --dist worksteal tests/ray
+	$(if $(VERSION),$(RAY_VENV),$(VENV))/bin/python -m pytest -n 4 --dist worksteal tests/ray_train
 
 bench: $(READY)  ## The figures of the README, as a table and in benchmarks/results.json
 	$(BIN)/python -m benchmarks

@@ -155,6 +155,7 @@ def own_saves(options: RayOptions) -> None:
     import torch
     from ray import train
     from ray.train import Checkpoint
+
     from reprieve.ray import should_checkpoint
 
     worker = Worker(options)
@@ -195,6 +196,7 @@ def engine_saves(options: RayOptions) -> None:
     """A function with `reprieve.ray.Run`."""
     import torch
     from ray import train
+
     from reprieve.ray import Run
 
     worker = Worker(options)
