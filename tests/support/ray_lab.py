@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,10 @@ class RayLab:
     def start(self, *command: str, env: dict[str, str] | None = None, **options: Any) -> subprocess.Popen[bytes]:
         """Start a driver. `command`: what comes before the script, such as `reprieve run python`."""
         text = RayOptions(folder=str(self.folder), **options).to_json()
-        job = [*(command or (sys.executable,)), "-m", "tests.support.jobs.ray_job", text]
+        return self.start_command([*(command or (sys.executable,)), "-m", "tests.support.jobs.ray_job", text], env)
+
+    def start_command(self, job: Sequence[str], env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+        """Start a driver that is another program."""
         with (self.folder / "output").open("ab") as output:
             driver = subprocess.Popen(
                 job,
@@ -101,11 +104,14 @@ class RayLab:
     def result(self) -> dict[str, Any]:
         return dict(json.loads((self.folder / "result").read_text()))
 
-    def wait_for_step(self, step: int, rank: int = 0, limit_s: float = LIMIT_S) -> None:
+    def wait_for_step(self, step: int, rank: int = 0) -> None:
+        self.until(lambda: step in self.steps(rank), f"step {step}")
+
+    def until(self, is_true: Callable[[], object], what: str, limit_s: float = LIMIT_S) -> None:
         end = time.monotonic() + limit_s
-        while step not in self.steps(rank):
-            assert time.monotonic() < end, f"no step {step}\n{self.output()[-6000:]}"
-            time.sleep(0.02)
+        while not is_true():
+            assert time.monotonic() < end, f"not within {limit_s} s: {what}\n{self.output()[-6000:]}"
+            time.sleep(0.05)
 
     def assert_nothing_lost(self, steps: int, workers: int, *, optimizer_state: bool = True) -> None:
         """Every worker did every step once, in order, with the losses of an undisturbed run."""

@@ -13,11 +13,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from reprieve.progress.sinks.base import Sink
 from reprieve.progress.sinks.factory import make_sinks
 from reprieve.progress.snapshot import Progress
-from reprieve.progress.tracker import Tracker
 from reprieve.settings import Settings, resolve
 
 log = logging.getLogger("reprieve")
@@ -25,10 +25,22 @@ log = logging.getLogger("reprieve")
 _CLOSE_TIMEOUT_S = 1.0
 
 
+class ProgressSource(Protocol):
+    """What a publisher reads: a `Tracker`, or what another process has sent."""
+
+    @property
+    def ended(self) -> bool: ...
+
+    def snapshot(self) -> Progress: ...
+
+    def failed(self, reason: str) -> None:
+        """Note that the run has ended without saying how."""
+
+
 class Publisher:
     """Publishes from `start` to `close`, in the process of rank 0."""
 
-    def __init__(self, tracker: Tracker, sinks: Sequence[Sink]) -> None:
+    def __init__(self, tracker: ProgressSource, sinks: Sequence[Sink]) -> None:
         self._tracker = tracker
         self._feeds = [_Feed(sink, tracker.snapshot) for sink in sinks]
         self._pid = os.getpid()
@@ -37,7 +49,7 @@ class Publisher:
     @classmethod
     def from_environment(
         cls,
-        tracker: Tracker,
+        tracker: ProgressSource,
         settings: Settings | None = None,
         *,
         bar: bool = False,

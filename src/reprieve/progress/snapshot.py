@@ -5,6 +5,8 @@ They are frozen and hold only plain Python values, so that any thread can use th
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -99,3 +101,15 @@ class Progress:
     def ended(self) -> bool:
         """Whether this is the last snapshot."""
         return self.state in _ENDED_STATES
+
+    def to_json(self) -> bytes:
+        """For another process of the same version, which publishes it."""
+        return json.dumps(dataclasses.asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Progress:
+        content = json.loads(data)
+        checkpoints = content.pop("checkpoints")
+        listed = tuple(ListedCheckpoint(**each) for each in checkpoints.pop("listed"))
+        state = RunState(content.pop("state"))
+        return cls(**content, state=state, checkpoints=Checkpoints(**checkpoints, listed=listed))

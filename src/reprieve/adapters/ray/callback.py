@@ -71,6 +71,15 @@ class JITCheckpointCallback(
         if self._controller is not None:
             self._controller.polled()
 
+    def after_report(self, training_report: Any, metrics: list[dict[str, Any]]) -> None:
+        if self._controller is not None:
+            checkpoint = training_report.checkpoint
+            self._controller.progress.reported(metrics[0] or {}, checkpoint.path if checkpoint else None)
+
+    def after_controller_finish(self, result: Any) -> None:
+        if self._controller is not None and result.error is None:
+            self._controller.finished()
+
     # In a worker, on its main thread
 
     def after_init_train_context(self) -> None:

@@ -20,11 +20,13 @@ from reprieve import exit_codes
 from reprieve.adapters.ray import internals
 from reprieve.adapters.ray.config import ResolvedConfig
 from reprieve.adapters.ray.messages import DRIVER_STOP, PARKED, DriverStop, StoreAddress, stop_key, store_key
+from reprieve.adapters.ray.progress import RunProgress
 from reprieve.console import show_logs
 from reprieve.errors import ReprieveError
 from reprieve.launcher_protocol import LAUNCHER_SOCKET
 from reprieve.ranks.store import Store, prefixed
 from reprieve.ranks.torch_store import TorchStore
+from reprieve.run_state import RunState
 
 log = logging.getLogger("reprieve")
 
@@ -37,10 +39,15 @@ class DriverStopped(internals.ControllerError, SystemExit):
     Ray keeps a `ControllerError` as it is on its way to the driver, where a `SystemExit` exits with its code.
     """
 
-    def __init__(self, controller_failure: Exception) -> None:
+    def __init__(self, controller_failure: Exception, saved: bool = False) -> None:
         super().__init__(controller_failure)
         self.code = exit_codes.PREEMPTED
         self.reason = str(controller_failure)
+        self.saved = saved
+        """Whether all workers have saved, and none was late."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.controller_failure, self.saved)
 
 
 class RunController:
@@ -59,6 +66,7 @@ class RunController:
         self._server = TorchStore.serve(ray.util.get_node_ip_address())
         self.address = StoreAddress(host=self._server.host, port=self._server.port, secret=secret)
         self._store: Store = prefixed(self._server, secret)
+        self.progress = RunProgress(config, self._store)
         threading.Thread(target=self._wait_for_driver, name="reprieve driver stop", daemon=True).start()
         internals.put_key(store_key(run_id), self.address.to_json())
         if (stop := internals.get_key(stop_key(run_id))) is not None:  # it came before there was a store
@@ -79,12 +87,13 @@ class RunController:
         self.raise_if_nothing_to_save()
         self._generation += 1
         self._workers = workers
+        self.progress.generation_started(self._generation)
         return self._generation
 
     def raise_if_nothing_to_save(self) -> None:
         """End the run if the driver must stop. Only while no worker trains."""
         if self._driver_stop is not None:
-            raise _stopped(self._driver_stop)
+            raise self._stopped(self._driver_stop, saved=False)
 
     def polled(self) -> None:
         """After each poll of the workers: end the run once the driver must stop and all workers are ready for it."""
@@ -96,7 +105,15 @@ class RunController:
         if is_late or self._parked() >= self._workers:
             if is_late:
                 log.error("not all workers have saved before the deadline of the driver: the run ends now")
-            raise _stopped(stop)
+            raise self._stopped(stop, saved=not is_late)
+
+    def finished(self) -> None:
+        """Training is complete."""
+        self.progress.close(RunState.FINISHED)
+
+    def _stopped(self, stop: DriverStop, *, saved: bool) -> DriverStopped:
+        self.progress.close(RunState.STOPPED, stop.reason)
+        return DriverStopped(RuntimeError(stop.reason), saved=saved)
 
     def _parked(self) -> int:
         with contextlib.suppress(ReprieveError):
@@ -108,10 +125,6 @@ class RunController:
             data = self._store.client().wait(DRIVER_STOP, _FOREVER)
             if data is not None:
                 self._driver_stop = DriverStop.from_json(data)
-
-
-def _stopped(stop: DriverStop) -> DriverStopped:
-    return DriverStopped(RuntimeError(stop.reason))
 
 
 def generation_store(address: StoreAddress, generation: int) -> Any:

@@ -20,8 +20,6 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
@@ -29,12 +27,13 @@ import ray
 from reprieve.adapters.ray import internals
 from reprieve.adapters.ray.config import JITCheckpointConfig
 from reprieve.adapters.ray.controller import DriverStopped
+from reprieve.adapters.ray.launcher_reports import LauncherReports
 from reprieve.adapters.ray.messages import DRIVER_STOP, DriverStop, StoreAddress, stop_key, store_key
 from reprieve.console import show_logs
 from reprieve.errors import ConfigError, ReprieveError
 from reprieve.preemption.process_exit import Preempted, process_exit
 from reprieve.preemption.stop_listener import StopListener
-from reprieve.ranks.store import prefixed
+from reprieve.ranks.store import Store, prefixed
 from reprieve.ranks.torch_store import TorchStore
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ def wrap_fit() -> None:
         _check(trainer)
         if not ray.is_initialized():
             ray.init()  # as `fit()` does; later, it would replace our signal handler
-        with DriverGuard(callbacks[0]):
+        with DriverGuard(callbacks[0], _folder(trainer)):
             return original(trainer)
 
     internals.DataParallelTrainer.fit = fit  # type: ignore[assignment, method-assign]
@@ -90,7 +89,12 @@ def wrap_fit() -> None:
 def watch_running_fit(callback: JITCheckpointCallback) -> None:
     """Watch for stops in a `fit()` that is running already. The process ends when it does."""
     wrap_fit()
-    DriverGuard(callback).__enter__()
+    DriverGuard(callback, "").__enter__()
+
+
+def _folder(trainer: Any) -> str:
+    """Ray's folder of the run."""
+    return f"{trainer.run_config.storage_path.rstrip('/')}/{trainer.run_config.name}"
 
 
 def _check(trainer: Any) -> None:
@@ -108,12 +112,18 @@ def _check(trainer: Any) -> None:
 class DriverGuard:
     """Watches for stops while `fit()` runs."""
 
-    def __init__(self, callback: JITCheckpointCallback) -> None:
+    def __init__(self, callback: JITCheckpointCallback, folder: str) -> None:
+        """`folder`: Ray's folder of the run."""
         self._run_id = callback.run_id
-        grace = callback.config.grace
+        self._folder = folder
         self._ended = threading.Event()
+        self._reports: LauncherReports | None = None
         self._stop_listener = StopListener(
-            self._stop, grace=grace, signals=callback.config.signals, notices="off", kill_wait=timedelta(0)
+            self._stop,
+            on_request=self._report_stop,
+            grace=callback.config.grace,
+            signals=callback.config.signals,
+            notices="off",  # the workers look for them
         )
 
     def __enter__(self) -> DriverGuard:
@@ -121,6 +131,7 @@ class DriverGuard:
         process_exit.prepare()
         for name, value in internals.POLL_INTERVALS_S.items():
             os.environ.setdefault(name, value)
+        self._reports = LauncherReports(self._folder, self._connect)
         self._stop_listener.start()
         if not self._stop_listener.handles_signals:
             log.warning("fit() runs outside the main thread: SIGTERM stops workers, but not this driver")
@@ -130,10 +141,18 @@ class DriverGuard:
         self._ended.set()
         stop = self._stop_listener.stop
         self._stop_listener.close()
+        assert self._reports is not None
         if isinstance(error, DriverStopped):
-            reason = stop.reason if stop is not None else error.reason
+            self._reports.stopped(saved=error.saved)
             process_exit.schedule(_EXIT_S)
-            raise Preempted(reason) from None
+            raise Preempted(stop.reason if stop is not None else error.reason, saved=error.saved) from None
+        if error is None:
+            self._reports.finished()
+        self._reports.close()
+
+    def _report_stop(self) -> None:
+        if self._reports is not None and self._stop_listener.stop is not None:
+            self._reports.stopping(self._stop_listener.stop.reason)
 
     def _stop(self) -> None:
         """Pass the stop on to the controller. On the stop listener's thread."""
@@ -143,16 +162,18 @@ class DriverGuard:
         if remaining_s is not None:
             process_exit.schedule(remaining_s - 0.5, why="the grace period is over:", decided=False)
         message = DriverStop(reason=stop.reason, deadline=None if remaining_s is None else time.time() + remaining_s)
-        with contextlib.suppress(ReprieveError):
-            for address in self._addresses(message):
-                store = prefixed(TorchStore(address.host, address.port), address.secret)
-                store.set(DRIVER_STOP, message.to_json())
-                store.close()
-                return
-
-    def _addresses(self, message: DriverStop) -> Iterator[StoreAddress]:
-        """Yield the controller's address once it is known. A controller that starts now sees the message as a key."""
+        # A controller that is only just starting sees this one; it publishes its store before it looks.
         internals.put_key(stop_key(self._run_id), message.to_json())
-        while not self._ended.wait(_POLL_S):
-            if (data := internals.get_key(store_key(self._run_id))) is not None:
-                yield StoreAddress.from_json(data)
+        with contextlib.suppress(ReprieveError):
+            while (store := self._connect()) is None:
+                if self._ended.wait(_POLL_S):
+                    return
+            store.set(DRIVER_STOP, message.to_json())
+            store.close()
+
+    def _connect(self) -> Store | None:
+        """Return the store of the run, or None where the controller does not serve it yet."""
+        if (data := internals.get_key(store_key(self._run_id))) is None:
+            return None
+        address = StoreAddress.from_json(data)
+        return prefixed(TorchStore(address.host, address.port), address.secret)

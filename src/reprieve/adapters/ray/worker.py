@@ -29,9 +29,11 @@ from datetime import timedelta
 from typing import Any
 
 from reprieve.adapters.ray import internals
+from reprieve.adapters.ray.all_trainers import protect_transformers
 from reprieve.adapters.ray.config import ResolvedConfig
 from reprieve.adapters.ray.controller import generation_store
 from reprieve.adapters.ray.messages import DRIVER_STOP, PARKED, DriverStop, StoreAddress
+from reprieve.adapters.ray.progress import ForwardingSink
 from reprieve.adapters.ray.reports import ReportedCheckpoints
 from reprieve.console import ONE_RANK, show_logs
 from reprieve.data.workers import signals as worker_signals
@@ -41,6 +43,7 @@ from reprieve.preemption.deadline import Grace
 from reprieve.preemption.process_exit import Preempted, process_exit
 from reprieve.preemption.process_host import StopRequest, StopRequestListener
 from reprieve.preemption.stop_listener import StopListener
+from reprieve.progress.sinks.factory import forward_to
 from reprieve.ranks import discovery
 from reprieve.ranks.group import Ranks
 from reprieve.ranks.store import Store, prefixed
@@ -258,9 +261,11 @@ def protect_worker(config: ResolvedConfig, address: StoreAddress, generation: in
     show_logs(context.rank)
     store = generation_store(address, generation)
     discovery.provide(context.rank, context.world_size, prefixed(store.client(), "job"))
+    forward_to(ForwardingSink(store.client()))
     driver_store = prefixed(TorchStore(address.host, address.port), address.secret)
     _worker = process_exit.host = RayWorker(config, store, driver_store)
     _worker.start()
+    protect_transformers()
 
 
 def release_worker() -> None:

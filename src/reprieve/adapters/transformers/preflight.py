@@ -220,10 +220,17 @@ def bar_replaced(trainer: Any) -> Iterator[None]:
 
 
 def remove_conflicting_callbacks(trainer: Any) -> None:
-    """Remove transformers' just-in-time checkpoints, which would save a second time and keep training."""
+    """Remove callbacks that would save a second time, or report what Reprieve reports."""
     for callback in list(trainer.callback_handler.callbacks):
         if type(callback).__name__ == "KubeflowCallback":
             trainer.remove_callback(callback)  # it reports 100 % after a stop; Reprieve reports to the same server
+        elif type(callback).__name__ == "RayTrainReportCallback":
+            if _is_rank_zero(trainer):
+                log.warning(
+                    "RayTrainReportCallback is removed: it would copy every checkpoint once more. Reprieve saves and "
+                    "reports in its place"
+                )
+            trainer.remove_callback(callback)
         elif type(callback).__name__ == "JITCheckpointCallback":
             if _is_rank_zero(trainer):
                 log.warning("enable_jit_checkpoint=True: Reprieve replaces transformers' just-in-time checkpoints")

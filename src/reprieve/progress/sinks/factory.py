@@ -12,11 +12,22 @@ from reprieve.progress.sinks.base import Sink
 from reprieve.progress.sinks.file import FileSink
 from reprieve.settings import AUTO, OFF, Settings
 
+_forwarding: Sink | None = None
+"""Where progress goes in a process whose host publishes it."""
+
+
+def forward_to(sink: Sink) -> None:
+    """Give progress to this sink alone: the host of this process publishes it."""
+    global _forwarding  # noqa: PLW0603 - a process has one host
+    _forwarding = sink
+
 
 def make_sinks(settings: Settings, env: Mapping[str, str] = os.environ, *, bar: bool = False) -> list[Sink]:
     """Create the sinks. `bar`: draw a progress bar if there is a terminal. A drill has none: it is not the real run."""
     if settings.drill is not None:
         return []
+    if _forwarding is not None:
+        return [_forwarding]
     sinks: list[Sink] = []
     if settings.progress_file is not None:
         sinks.append(FileSink(settings.progress_file, every_steps=settings.progress_every))

@@ -68,10 +68,10 @@ def test_the_folder_comes_first_and_once(before: str | None, after: list[str]) -
 
 def test_the_hook_is_in_every_process_and_its_folder_is_not_on_the_path(env: dict[str, str]) -> None:
     found = python("import sys; print(type(sys.meta_path[0]).__module__); print(*sys.path, sep='\\n')", env)
-    assert found[0] == "reprieve.launch.import_hook.finder"
+    assert found[0] == "reprieve.import_hooks"
     assert str(HOOK) not in found
     again = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import sys; print(sys.meta_path[0])'])"
-    assert "reprieve.launch.import_hook.finder" in python(again, env)[0], "also where a script starts another"
+    assert "reprieve.import_hooks" in python(again, env)[0], "also where a script starts another"
 
 
 def test_without_a_launcher_nothing_is_installed(env: dict[str, str]) -> None:
@@ -85,7 +85,7 @@ def test_the_sitecustomize_of_the_user_still_runs_once(env: dict[str, str], tmp_
     first, second = python(code, env)
     assert first == "mine"
     assert second.startswith(f"{tmp_path / 'sitecustomize.py'} True")
-    assert "reprieve.launch.import_hook.finder" in second
+    assert "reprieve.import_hooks" in second
 
 
 def test_a_python_without_reprieve_still_starts(env: dict[str, str], tmp_path: Path) -> None:
