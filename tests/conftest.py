@@ -26,6 +26,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from reprieve.testing.huge_pages import use_huge_pages
+
 SOAK = os.environ.get("REPRIEVE_SOAK") == "1"
 """Whether to run the long versions of the randomised tests."""
 
@@ -38,6 +40,7 @@ settings.load_profile("soak" if SOAK else "default")
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
     gc.enable()
+    use_huge_pages()  # many tests fork this process
     if session.config.getoption("loadgroup", False):
         # Otherwise each worker would set up the fixtures of all groups, and nobody would notice.
         grouped = [item for item in session.items if item.get_closest_marker("xdist_group")]

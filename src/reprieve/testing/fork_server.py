@@ -109,11 +109,13 @@ def main(fd: int, modules: Sequence[str]) -> None:
     import reprieve.checkpoint.checkpointer
     import reprieve.ranks.torch_store  # noqa: F401
     from reprieve.testing import rank_process
+    from reprieve.testing.huge_pages import use_huge_pages
 
     for name in modules:
         importlib.import_module(name)
     gc.freeze()  # a collection in a child would touch, and so copy, all imported pages
     gc.enable()
+    use_huge_pages()
     with socket.socket(fileno=fd) as parent:
         task_file = _serve(parent)
     if task_file is not None:
