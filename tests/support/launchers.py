@@ -14,7 +14,7 @@ from typing import Any
 
 from reprieve.testing import start_ranks
 from tests.support.jobs.loop_jobs import Job, train
-from tests.support.places import JOBS
+from tests.support.places import HIDE_OPTIONAL, JOBS
 
 LIMIT_S = 150
 
@@ -54,7 +54,7 @@ class Spawned:
             command += worker
         self._process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **HIDE_OPTIONAL},
         )  # fmt: skip
 
     def signal(self, rank: int) -> None:

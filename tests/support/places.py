@@ -10,10 +10,10 @@ JOBS = SUPPORT / "jobs"
 HF_SCRIPTS = SUPPORT / "hf_scripts"
 SITE = SUPPORT / "site"
 """On PYTHONPATH: its `sitecustomize` makes processes start and end sooner."""
-HIDE_DEEPSPEED = {"TESTS_HIDE": "deepspeed"}
+HIDE_DEEPSPEED = {"TESTS_HIDE": "cuda deepspeed triton"}
 """In the environment: where it is installed, Accelerate otherwise imports DeepSpeed in each process."""
-HIDE_OPTIONAL = {"TESTS_HIDE": "datasets deepspeed pandas peft scipy sklearn"}
-"""In the environment: `import transformers` finds none of the packages that it uses only if they are installed."""
+HIDE_OPTIONAL = {"TESTS_HIDE": "cuda datasets deepspeed pandas peft scipy sklearn triton"}
+"""In the environment: torch and transformers find none of the packages that they use only if they are installed."""
 FIXTURES = SUPPORT.parent / "fixtures"
 """Files that tests read; a test copies what it changes."""
 ROOT = SUPPORT.parents[1]

@@ -22,6 +22,7 @@ from reprieve.checkpoint.buffers.block_pool import BlockPool
 from reprieve.checkpoint.folder.catalog import list_checkpoints
 from reprieve.checkpoint.folder.verify import verify
 from reprieve.testing import start_ranks
+from tests.support.places import HIDE_OPTIONAL
 
 SLACK_S = 15.0
 """What a busy machine may add. What hangs here would hang for 60 s."""
@@ -62,8 +63,8 @@ class Ended:
 def in_an_interpreter_of_its_own(folder: Path, script: str) -> Ended:
     (folder / "script.py").write_text(BEFORE + textwrap.dedent(script))
     with (folder / "output").open("w") as output, subprocess.Popen(
-        [sys.executable, "script.py"], cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=output,
-        stderr=subprocess.STDOUT,
+        [sys.executable, "script.py"], cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1", **HIDE_OPTIONAL},
+        stdout=output, stderr=subprocess.STDOUT,
     ) as process:  # fmt: skip
         try:
             _until_it_trains(folder)
