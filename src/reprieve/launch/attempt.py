@@ -85,8 +85,8 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 
 @dataclass(slots=True)
-class StopRequest:
-    """A request to stop the run, which can be resumed later."""
+class AttemptStop:
+    """Why and since when the launcher stops its attempt. The run can be resumed later."""
 
     reason: str
     at: float
@@ -126,7 +126,7 @@ class Attempt:
     output: tuple[int, int] = (1, 2)
     """The descriptors that the command's stdout and stderr are relayed to."""
     status: JobStatus = field(default_factory=JobStatus)
-    stop: StopRequest | None = None
+    stop: AttemptStop | None = None
     hung_s: float | None = None
     killed: bool = False
     child: Child = field(init=False)
@@ -169,7 +169,7 @@ class Attempt:
         if self.stop is not None:
             return
         now = time.monotonic()
-        self._phase, self.stop = Phase.STOPPING, StopRequest(reason, now, paused)
+        self._phase, self.stop = Phase.STOPPING, AttemptStop(reason, now, paused)
         if at_once:
             self._kill_at = now
             return
