@@ -147,7 +147,7 @@ class Launched:
         return Ended(self.process.returncode, out or "", err or "", time.monotonic() - self._began)
 
 
-def until(true: Callable[[], object], launched: Launched | None = None, limit_s: float = 60) -> None:
+def until(true: Callable[[], object], launched: Launched | None = None, limit_s: float = LIMIT_S) -> None:
     end = time.monotonic() + limit_s
     while not true():
         if launched is not None and launched.process.poll() is not None:
