@@ -69,12 +69,14 @@ class TorchStore:
         # With a socket of its own it does so on the loopback, too, where it sees no IPv4 address. So it gets a socket
         # from us. In torch 2.6 only the older server, without libuv, accepts one.
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        # Its own client connects to it, too: by the loopback, unless it listens on another address alone.
+        own_host = "localhost" if host in ("127.0.0.1", "::1", "0.0.0.0", "::") else host  # noqa: S104 - not bound here
         with socket.create_server((host, port), family=family, backlog=2048) as listener:
             port = listener.getsockname()[1]
 
             def start(*, libuv: bool) -> TCPStore:
                 return TCPStore(
-                    "localhost",
+                    own_host,
                     port,
                     is_master=True,
                     wait_for_workers=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -485,3 +486,11 @@ def test_errands_end_with_their_user() -> None:
     while threads() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert threads() == 0
+
+
+def test_a_server_may_listen_on_one_address_alone() -> None:
+    """On another than the loopback, the server's own client finds it, too: a node of a cluster serves on its own."""
+    with contextlib.closing(TorchStore.serve("127.0.0.2")) as store:
+        store.set("a", b"1")
+        with contextlib.closing(TorchStore("127.0.0.2", store.port)) as other:
+            assert other.get("a") == b"1"

@@ -20,6 +20,7 @@ _PROPOSED = "ray.train._internal.jit_checkpoint_config"
 
 def protect_all(module: ModuleType) -> None:
     """Protect all trainers of this process. `module`: `ray.train`."""
+    sys.modules["ray"].train = module  # type: ignore[attr-defined]  # Python sets it later, and Ray reads it before
     from reprieve.adapters.ray import driver, internals
     from reprieve.adapters.ray.config import JITCheckpointConfig, RunConfig
 
