@@ -34,13 +34,14 @@ from reprieve.launch.node_share import NodeShare, find_node_share
 from reprieve.launch.output_relay import OutputLog
 from reprieve.launch.page_cache_warmup import PageCacheWarmup
 from reprieve.launch.process import become_subreaper
+from reprieve.launch.rendezvous import find_static_rendezvous
 from reprieve.launch.runs.attempt_log import AttemptLog
 from reprieve.launch.runs.next_start import NextStart, find_next_start
 from reprieve.launch.runs.outcome import AttemptResult, Outcome, decide_outcome, permanent_failure
 from reprieve.launch.runs.restart_policy import RestartPolicy, Retry, find_endless_restarts
 from reprieve.launch.runs.run_record import RunFolder, RunRecord, Runs, default_name
 from reprieve.launcher_protocol import LAUNCHER_SOCKET, START_OVER, Listener, Pause
-from reprieve.preemption.deadline import NO_LIMIT_S, Grace, resolve_grace_period
+from reprieve.preemption.deadline import NO_LIMIT_S, Grace, resolve_grace_period, take_over_wait
 from reprieve.progress import redaction
 from reprieve.run_state import RunState
 from reprieve.settings import SETTINGS, Settings
@@ -49,6 +50,7 @@ from reprieve.storage.uri import display_path, local_path
 log = logging.getLogger("reprieve")
 
 _WRITE_INTERVAL_S = 2.0
+_PREDECESSOR_POLL_S = 0.5
 _UNPROTECTED_AFTER_S = 30.0
 """How long after its import of torch a script without protection is reported as unprotected."""
 
@@ -108,7 +110,7 @@ class Launcher:
         if (refusal := self._use_attempt_log()) is not None:
             return self._exit(permanent_failure(refusal))
         while True:
-            outcome = self._attempt(signals, output_log)
+            outcome = self._wait_for_predecessor(signals) or self._attempt(signals, output_log)
             if not outcome.can_retry:
                 break
             decision = restarts.after_failure(self._record.attempts[-1].to_step)
@@ -122,7 +124,7 @@ class Launcher:
                 f"({restarts.used} of {self.settings.max_restarts})"
             )
             self._update_record(RunState.WAITING, outcome.message)
-            if (stopped := _wait_for_restart(signals, self._listener, decision.wait_s)) is not None:
+            if (stopped := _wait_before_start(signals, self._listener, decision.wait_s)) is not None:
                 outcome = stopped
                 break
         output_log.close()
@@ -134,6 +136,26 @@ class Launcher:
             self._attempt_log.close()
         print_exit_message(outcome.message, outcome.state, self._record.step)
         return outcome.code
+
+    def _wait_for_predecessor(self, signals: SignalReceiver) -> Outcome | None:
+        """Wait until torchrun cannot join the rendezvous of an earlier start of this node (rendezvous.py). Return the
+        outcome of a stop request that arrives meanwhile."""
+        rendezvous = find_static_rendezvous(self.command.words, self.env)
+        if rendezvous is None or not rendezvous.has_predecessor():
+            return None
+        wait = take_over_wait(self.settings.take_over, self.grace_period)
+        print_message(
+            f"an earlier start of node {rendezvous.node} still takes part in the rendezvous at {rendezvous.host}:"
+            f"{rendezvous.port}: waiting up to {wait} for it to end"
+        )
+        give_up_at = time.monotonic() + wait.total_seconds()
+        while rendezvous.has_predecessor():
+            if time.monotonic() >= give_up_at:
+                print_message(f"the earlier start of node {rendezvous.node} did not end within {wait}: starting anyway")
+                return None
+            if (stopped := _wait_before_start(signals, self._listener, _PREDECESSOR_POLL_S)) is not None:
+                return stopped
+        return None
 
     def _attempt(self, signals: SignalReceiver, output_log: OutputLog) -> Outcome:
         self._announced_checkpoint = None
@@ -320,17 +342,17 @@ class Launcher:
             )
 
 
-def _wait_for_restart(signals: SignalReceiver, listener: Listener, wait_s: float) -> Outcome | None:
-    """Wait between two attempts. Return the outcome of a stop request that arrives meanwhile."""
+def _wait_before_start(signals: SignalReceiver, listener: Listener, wait_s: float) -> Outcome | None:
+    """Wait before an attempt. Return the outcome of a stop request that arrives meanwhile."""
     until = time.monotonic() + wait_s
     while (remaining_s := until - time.monotonic()) > 0:
         select.select([signals.reader, listener.socket], [], [], remaining_s)
         for number in signals.read():
             if number in STOP_SIGNALS or number == signal.SIGINT:
                 reason = signal.Signals(number).name
-                return Outcome(RunState.PREEMPTED, exit_codes.PREEMPTED, f"stopped by {reason} between two attempts")
+                return Outcome(RunState.PREEMPTED, exit_codes.PREEMPTED, f"stopped by {reason} before the next attempt")
         if any(isinstance(report.message, Pause) for report in listener.read()):
-            return Outcome(RunState.PAUSED, exit_codes.PREEMPTED, "stopped by reprieve pause between two attempts")
+            return Outcome(RunState.PAUSED, exit_codes.PREEMPTED, "stopped by reprieve pause before the next attempt")
     return None
 
 

@@ -28,7 +28,7 @@ class NodeShare:
 
 def find_node_share(words: Sequence[str], env: Mapping[str, str]) -> NodeShare:
     """Return the share of the node that runs this command in this environment."""
-    options = _options(words)
+    options = launcher_options(words)
     if (machines := _number(options.get("num-machines"))) is not None:  # accelerate launch
         total = _number(options.get("num-processes")) or machines
         return _share(machines, _number(options.get("machine-rank")), total // machines)
@@ -50,7 +50,7 @@ def _share(nodes: int | None, node: int | None, ranks: int | None) -> NodeShare:
     return NodeShare(nodes=nodes, node=node, ranks=ranks or 1)
 
 
-def _options(words: Sequence[str]) -> dict[str, str]:
+def launcher_options(words: Sequence[str]) -> dict[str, str]:
     """Return the options before the script: `--nnodes=2` and `--nnodes 2`, with underscores or hyphens."""
     found: dict[str, str] = {}
     for word, after in zip(words, [*words[1:], ""], strict=True):

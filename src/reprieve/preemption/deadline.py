@@ -18,6 +18,9 @@ from reprieve.units import parse_duration
 _THIRTY = timedelta(seconds=30)
 NO_LIMIT_S = 7 * 86400
 """The timeout that `reprieve run` gives torchrun where no limit is known: torchrun has no value for "never"."""
+_TAKE_OVER = timedelta(seconds=60)
+_TAKE_OVER_MARGIN = timedelta(seconds=10)
+"""From the end of the earlier attempt's grace period until nothing of it is left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,3 +65,10 @@ def resolve_grace_period(given: str | float | timedelta | None = None, env: Mapp
         key=lambda grace: grace.period or timedelta.max,
         default=Grace(None, "set REPRIEVE_GRACE if there is one"),
     )
+
+
+def take_over_wait(configured: timedelta | None, grace: Grace) -> timedelta:
+    """Return how long to wait for an earlier attempt of the run: it may use its whole grace period to save."""
+    if configured is not None:
+        return configured
+    return max(_TAKE_OVER, (grace.period or timedelta(0)) + _TAKE_OVER_MARGIN)

@@ -26,7 +26,7 @@ from reprieve.clock import Clock
 from reprieve.console import show_logs
 from reprieve.data.workers import signals as worker_signals
 from reprieve.errors import RankFailed, RanksError, ReprieveError, StorageError
-from reprieve.preemption.deadline import resolve_grace_period
+from reprieve.preemption.deadline import resolve_grace_period, take_over_wait
 from reprieve.preemption.process_exit import Preempted, process_exit
 from reprieve.preemption.stop_listener import StopListener
 from reprieve.ranks.group import LIMIT, Ranks
@@ -44,10 +44,6 @@ log = logging.getLogger("reprieve")
 
 _EARLY_EXIT_S = 3.0
 """How long an exit may take where there is nothing to save: releasing the folder, reporting."""
-
-_TAKE_OVER = timedelta(seconds=60)
-_TAKE_OVER_MARGIN = timedelta(seconds=10)
-"""From the end of the earlier attempt's grace period until nothing of it is left."""
 
 _open: weakref.WeakValueDictionary[Path, Session] = weakref.WeakValueDictionary()
 
@@ -118,7 +114,7 @@ class Session:
                 keep=None if settings.keep == ALL else int(settings.keep),
                 name=settings.name,
                 fresh=False if (request := settings.start_over()) is None else request or True,
-                take_over_after=self._take_over_after(),
+                take_over_after=take_over_wait(settings.take_over, self.stop_listener.grace),
                 ranks=ranks,
                 disk=disk,
                 clock=clock,
@@ -287,12 +283,6 @@ class Session:
                 stack.callback(self._checkpointer.close, together=together)
             if self._boundaries is not None:
                 stack.callback(self._boundaries.close)
-
-    def _take_over_after(self) -> timedelta:
-        """How long to wait for an earlier attempt of the run: it may use its whole grace period to save."""
-        if self.settings.take_over is not None:
-            return self.settings.take_over
-        return max(_TAKE_OVER, (self.stop_listener.grace.period or timedelta(0)) + _TAKE_OVER_MARGIN)
 
     def _parts(self) -> Mapping[str, Any]:
         """The training state that a drill compares."""

@@ -161,7 +161,7 @@ def test_told_to_stop_between_two_attempts(lab: Lab) -> None:
     until(lambda: any(run["state"] == "waiting to restart" and run["restarts"] >= 2 for run in lab.status()), launched)
     launched.terminate()
     ended = launched.wait(10)
-    assert ended.code == 143 and "between two attempts" in ended.err, str(ended)
+    assert ended.code == 143 and "before the next attempt" in ended.err, str(ended)
 
 
 def test_nothing_outlives_the_command(lab: Lab) -> None:

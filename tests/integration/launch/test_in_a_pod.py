@@ -12,6 +12,7 @@ import pytest
 
 from reprieve.checkpoint.folder import attempts
 from reprieve.checkpoint.folder.attempts import AttemptRecord
+from reprieve.ranks.torch_store import TorchStore
 from reprieve.run_state import RunState
 from reprieve.storage.disk import Disk
 from tests.support.launch_kit import LIMIT_S, Ended, Lab, until
@@ -38,32 +39,58 @@ def stop_at(lab: Lab, step: int, **options: Any) -> Ended:
     return launched.wait()
 
 
+def two_nodes(lab: Lab, node: int, port: int, **options: Any) -> list[str]:
+    address = ("--master-addr=127.0.0.1", f"--master-port={port}")
+    return lab.torchrun(1, "--nnodes=2", f"--node-rank={node}", *address, steps=STEPS, **options)
+
+
 def test_a_rank_whose_peer_leaves_during_a_stop_was_preempted(lab: Lab) -> None:
     """SIGTERM reaches one node only, and its rank leaves in the middle of a step. The other node learns of the stop
     from the ranks' store, and its rank fails in the collective: that must not count as a failure."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    launched = [
-        lab.start(
-            lab.torchrun(
-                1,
-                "--nnodes=2",
-                f"--node-rank={node}",
-                "--master-addr=127.0.0.1",
-                f"--master-port={port}",
-                steps=STEPS,
-                step_s=0.2,
-                desert=True,
-            )
-        )
-        for node in range(2)
-    ]
+    launched = [lab.start(two_nodes(lab, node, port, step_s=0.2, desert=True)) for node in range(2)]
     until(lambda: lab.steps(0) >= 3, limit_s=LIMIT_S)
     launched[1].terminate()
     ended = [node.wait() for node in launched]
     assert [node.code for node in ended] == [143, 143], "\n\n".join(map(str, ended))
     assert "is NOT SAVED" in ended[0].err, str(ended[0])
+
+
+def predecessors_store() -> TorchStore:
+    """A store in which two nodes have met: what torchrun on node 0 serves while its ranks still save."""
+    store = TorchStore.serve()
+    server = store._server
+    assert server is not None
+    for node in range(2):
+        server.set(f"none/torchelastic/role_info/{node}", "{}")
+        server.set(f"none/torchelastic/assigned_ranks/{node}", f"[{node}, 2, {node}, 2]")
+    return store
+
+
+def test_a_node_does_not_join_the_rendezvous_of_its_predecessor(lab: Lab) -> None:
+    """Its ranks would start at once, and node 0 of the new start would wait for it without end."""
+    store = predecessors_store()
+    port = store.port
+    with (lab.folder / "node-1").open("w+") as output:
+        node_1 = lab.start(two_nodes(lab, 1, port), stderr=output)
+        until(lambda: "waiting up to 0:01:00" in (lab.folder / "node-1").read_text(), node_1)
+        store.close()
+        del store
+        node_0 = lab.start(two_nodes(lab, 0, port))
+        assert [node_0.wait().code, node_1.wait().code] == [0, 0], (lab.folder / "node-1").read_text()
+    assert lab.steps(0) == lab.steps(1) == STEPS
+
+
+def test_a_stop_while_the_predecessor_is_waited_for(lab: Lab) -> None:
+    store = predecessors_store()
+    with (lab.folder / "node-1").open("w+") as output:
+        node_1 = lab.start(two_nodes(lab, 1, store.port), stderr=output)
+        until(lambda: "waiting up to" in (lab.folder / "node-1").read_text(), node_1)
+        node_1.terminate()
+        assert node_1.wait(10).code == 143
+    assert lab.exit_message() == "stopped by SIGTERM before the next attempt"
 
 
 def test_starting_over_is_for_the_first_pod_of_a_run(lab: Lab) -> None:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import reprieve
+from reprieve.storage.disk import Disk, OpenFile
 from reprieve.testing.faulty_disks import SlowDisk
 
 
@@ -37,7 +38,9 @@ class Options:
     kill_at: int | None = None
     """The last rank kills itself there."""
     exhaust_at: int | None = None
-    """The last rank takes memory from there on, until it is killed."""
+    """The last rank takes memory from there on, until it is killed. Only once: a resumed job trains on."""
+    holds_saves: bool = False
+    """Saves wait while the file `hold` is in the job's folder."""
     deaf: bool = False
     """Ignores SIGTERM, in the whole process."""
     slow: int | None = None
@@ -71,7 +74,10 @@ def main(options: Options) -> None:
         for step, (batch,) in zip(range(options.steps), _for_ever(loader), strict=False):
             _step(model, optimizer, batch, step + 1, options)
         return
-    disk = SlowDisk(options.slow) if options.slow else None
+    disk: Disk | None = SlowDisk(options.slow) if options.slow else None
+    if options.holds_saves:
+        disk = HeldDisk(Path(options.folder) / "hold")
+    (Path(options.folder) / f"reached-{rank}").touch()
     with reprieve.Run(
         checkpoints, model=model, optimizer=optimizer, every=options.every, notices="off", disk=disk
     ) as run:
@@ -89,14 +95,25 @@ def main(options: Options) -> None:
                 if run.steps == options.kill_at and rank == ranks - 1:
                     os.kill(os.getpid(), signal.SIGKILL)
                 if run.steps == options.exhaust_at and rank == ranks - 1:
-                    taken = [bytearray(os.urandom(2**24)) for _ in range(10_000)]
-                    print(len(taken))
+                    _exhaust_memory(Path(options.folder) / "exhausted")
                 if run.steps == options.crash_at:
                     raise RuntimeError(f"it always fails at step {run.steps}")
                 if run.steps == options.hang_at:
                     _wait_for_ever()
     if ranks > 1:
         torch.distributed.destroy_process_group()
+
+
+class HeldDisk(Disk):
+    """A disk that writes nothing while a file exists."""
+
+    def __init__(self, hold: Path) -> None:
+        self._hold = hold
+
+    def write(self, file: OpenFile, data: memoryview, offset: int) -> None:
+        while self._hold.exists():
+            time.sleep(0.05)
+        super().write(file, data, offset)
 
 
 class Adam:
@@ -133,6 +150,13 @@ def _step(model: nn.Module, optimizer: Adam, batch: torch.Tensor, step: int, opt
     optimizer.step()
     time.sleep(options.step_s)
     return loss.detach()
+
+
+def _exhaust_memory(done: Path) -> None:
+    if not done.exists():
+        done.touch()
+        taken = [bytearray(os.urandom(2**24)) for _ in range(10_000)]
+        raise RuntimeError(f"there is memory for {len(taken)} blocks")
 
 
 def _for_ever(loader: DataLoader[tuple[torch.Tensor, ...]]):  # type: ignore[no-untyped-def]
