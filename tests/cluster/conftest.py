@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 
 from tests.cluster.kit.cluster import Cluster, session_cluster
 from tests.cluster.kit.pod_watch import PodWatch
-from tests.cluster.rig.kubectl import Kubectl
+from tests.cluster.rig.kubectl import Kubectl, KubectlError
+
+_FAILED = pytest.StashKey[bool]()
+LOG_LINES = 60
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Remember failures for fixtures: pytest does not pass a test's exception on to them."""
+    report = yield
+    item.stash[_FAILED] = item.stash.get(_FAILED, False) or report.failed
+    return report
 
 
 @pytest.fixture(scope="session")
@@ -34,7 +46,14 @@ def namespace(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Kube
 
 
 @pytest.fixture
-def pods(namespace: Kubectl) -> Iterator[PodWatch]:
-    """The record of all pods of the test."""
+def pods(namespace: Kubectl, request: pytest.FixtureRequest) -> Iterator[PodWatch]:
+    """The record of all pods of the test. If it fails, its output has the record and the pods' logs."""
     with PodWatch(namespace) as watch:
         yield watch
+        if request.node.stash.get(_FAILED, False):
+            print(f"Pods until then:\n{watch.history()}")
+            for pod in watch.latest():
+                if not pod.is_gone:
+                    print(f"--- log of {pod.name}, last {LOG_LINES} lines")
+                    with contextlib.suppress(KubectlError):
+                        print(namespace.logs(pod.name, f"--tail={LOG_LINES}"))

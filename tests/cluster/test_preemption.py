@@ -14,13 +14,15 @@ import pytest
 from tests.cluster.kit.cluster import Cluster
 from tests.cluster.kit.objects import pod, pod_spec, training_runtime
 from tests.cluster.kit.pod_watch import PodWatch
-from tests.cluster.kit.training import Training
+from tests.cluster.kit.training import NODES, Training
 from tests.cluster.rig.kubectl import Kubectl, has_condition
 from tests.support.launch_kit import Lab, until
 
 STEPS = 120
 SLOT = "reprieve.dev/slot"
 """A resource of the node: each pod of a job takes one, and there are as many as the job has pods."""
+
+REFUSED_WITHIN_S = 20
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -66,10 +68,11 @@ def test_a_job_survives_all_that_a_cluster_does_to_it(
     training = Training(namespace, pods, Lab(tmp_path), {"steps": STEPS, "step_s": 0.1}, resources={SLOT: "1"})
 
     def drain() -> None:
-        for node in cluster.nodes:
-            selector = f"--pod-selector=jobset.sigs.k8s.io/jobset-name={training.name}"
-            cluster.kubectl.run("drain", node, selector, "--delete-emptydir-data", "--force", timeout_s=180)
-            cluster.kubectl.run("uncordon", node)
+        """Drain the node of rank 1, not all nodes in turn: that would hit the next generation while it starts."""
+        node = next(pod.node for pod in pods.running() if pod.index == 1)
+        selector = f"--pod-selector=jobset.sigs.k8s.io/jobset-name={training.name}"
+        cluster.kubectl.run("drain", node, selector, "--delete-emptydir-data", "--force", timeout_s=180)
+        cluster.kubectl.run("uncordon", node)
 
     def preempt() -> None:
         spec = pod_spec(container="main", command=["python3", "-c", "pass"], priorityClassName="reprieve-urgent")
@@ -114,32 +117,39 @@ def test_a_save_that_takes_longer_than_the_timeout_of_collectives(
     stopped_at = training.step
     training.wait_until_complete()
     assert training.counted_restarts == 0
-    assert f"resuming from checkpoint-{stopped_at} (step {stopped_at})" in _logs_of_rank_0(namespace, pods)
+    assert f"resuming from checkpoint-{stopped_at} (step {stopped_at})" in training.logs()
 
 
 def test_a_pod_that_starts_while_its_predecessor_saves_waits_for_it(
     namespace: Kubectl, pods: PodWatch, tmp_path: Path
 ) -> None:
-    """With a runtime that knows nothing of Reprieve, new pods start at once when a job is resumed."""
-    options = {"steps": 40, "step_s": 0.1, "width": 14_000, "slow": 100_000}
-    training = Training(namespace, pods, Lab(tmp_path), options)
-    spec = training.pod()
-    spec["restartPolicy"] = "OnFailure"
+    """With a runtime that knows nothing of Reprieve, new pods start at once when a job is resumed. The name of node 0
+    then leads to two pods, and torchrun must not join the rendezvous of the old one: it would wait there for ever."""
+    grace_period_s = 120
+    environment = {"REPRIEVE_GRACE": str(grace_period_s - 2)}
+    options = {"steps": 40, "step_s": 0.1, "holds_saves": True}
+    training = Training(namespace, pods, Lab(tmp_path), options, environment=environment)
+    spec = {**training.pod(), "restartPolicy": "OnFailure", "terminationGracePeriodSeconds": grace_period_s}
     training.start(training_runtime("torch-distributed", spec))
     training.wait_for_steps(3)
-    saving = training.lab.job / "checkpoints"
+    hold = training.lab.job / "hold"
+    hold.touch()
 
     def suspend_and_resume() -> None:
+        old = {pod.uid for pod in pods.latest()}
         training.suspend()
-        until(lambda: list(saving.glob(".checkpoint-*.saving*")), limit_s=30)
+        until(lambda: list((training.lab.job / "checkpoints").glob(".checkpoint-*.saving*")), limit_s=30)
         training.resume()
+        pods.wait_for(lambda watch: len({pod.uid for pod in watch.running()} - old) == NODES, "new pods run")
+        until(lambda: all("waiting up to" in training.logs(rank) for rank in range(NODES)), limit_s=60)
+        hold.unlink()
 
     generation = training.after(suspend_and_resume)
     assert generation.exit_codes == [143, 143], pods.history()
     stopped_at = generation.message["step"]
     training.wait_until_complete()
-    logs = _logs_of_rank_0(namespace, pods)
-    assert "waiting up to" in logs and f"resuming from checkpoint-{stopped_at}" in logs, logs
+    assert f"resuming from checkpoint-{stopped_at}" in training.logs()
+    assert [pod.restarts for pod in pods.latest()] == [0] * 2 * NODES, "no pod failed meanwhile"
 
 
 def test_a_second_job_on_the_folder_is_refused(namespace: Kubectl, pods: PodWatch, tmp_path: Path) -> None:
@@ -153,6 +163,9 @@ def test_a_second_job_on_the_folder_is_refused(namespace: Kubectl, pods: PodWatc
     refused = pods.ended()[0]
     assert refused.name.startswith("second-") and refused.exit_code == 42, pods.history()
     assert "is in use by run" in refused.message, refused.message
+    # From the end of its imports: on a busy machine, torch alone may take longer than that.
+    began = (lab.job / "reached-0").stat().st_mtime
+    assert pods.spans()[refused.uid][1].timestamp() - began <= REFUSED_WITHIN_S, pods.history()
     namespace.wait_for("trainjob", "second", has_condition("Failed"), timeout_s=60)
     assert len(first.pods.running()) >= 2, "the first job trains on"
 
@@ -161,13 +174,8 @@ def test_the_log_of_a_pod_shows_that_checkpoints_are_on(namespace: Kubectl, pods
     training = Training(namespace, pods, Lab(tmp_path), {"steps": 3})
     training.start()
     training.wait_until_complete()
-    lines = [line for line in _logs_of_rank_0(namespace, pods).splitlines() if "jit" in line.lower()]
+    lines = [line for line in training.logs().splitlines() if "jit" in line.lower()]
     assert lines == [
         "[Kubeflow] JIT checkpoint signal handler registered for SIGTERM",
         "[Kubeflow] JIT checkpointing enabled",
     ]
-
-
-def _logs_of_rank_0(namespace: Kubectl, pods: PodWatch) -> str:
-    name = [pod.name for pod in pods.latest() if pod.index == 0][-1]
-    return namespace.logs(name, "--container=node")

@@ -12,13 +12,15 @@ from typing import Any
 
 import yaml
 
-from tests.support.places import ROOT
+from tests.support.places import ROOT, SITE
 
 Object = dict[str, Any]
 
 IMAGE = "localhost/python:1"
 TRAINER_API = "trainer.kubeflow.org/v1alpha1"
 GRACE_PERIOD_S = 30
+HOST_PYTHON = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(SITE)}
+"""The environment of pods that run the Python of this checkout: they share two cores, and cannot write to it."""
 
 
 def host_folders() -> list[Path]:
@@ -47,13 +49,14 @@ def pod_spec(
 ) -> Object:
     """A pod with one container. `folders` are mounted writable; `fields` are further fields of the spec."""
     mounts = [mount(f"folder-{number}", path) for number, path in enumerate(folders or [])]
+    environment = {**(HOST_PYTHON if with_host_python else {}), **(environment or {})}
     if with_host_python:
         mounts += [mount(f"host-{number}", path, read_only=True) for number, path in enumerate(host_folders())]
     main: Object = {
         "name": container,
         "image": IMAGE,
         "imagePullPolicy": "Never",
-        "env": [{"name": name, "value": value} for name, value in (environment or {}).items()],
+        "env": [{"name": name, "value": value} for name, value in environment.items()],
         "volumeMounts": [mounted for _, mounted in mounts],
     }
     if command is not None:

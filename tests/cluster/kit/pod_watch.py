@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 from types import TracebackType
 from typing import Any
 
@@ -81,8 +82,6 @@ class PodWatch:
         self._process.kill()
         self._process.wait()
         self._reader.join()
-        if error is not None:
-            print(f"Pods until then:\n{self.history()}")
 
     @property
     def states(self) -> list[PodState]:
@@ -102,6 +101,27 @@ class PodWatch:
                 first_seen.setdefault(state.uid, state.at)
         ended = [state for state in self.latest() if state.has_ended]
         return sorted(ended, key=lambda state: first_seen[state.uid])
+
+    def spans(self) -> dict[str, tuple[datetime, datetime]]:
+        """When the first container of each ended pod ran, by the pod's uid, in the kubelet's whole seconds.
+
+        A pod that was stopped before its container ran has no times, and is left out. If the kubelet loses a container,
+        it reports an end without times, so the first report with times counts; a pod that was seen running and has
+        none at all is an error.
+        """
+        found: dict[str, tuple[datetime, datetime]] = {}
+        ran: set[str] = set()
+        for state in self.states:
+            container = _first_container(state.pod).get("state", {})
+            end = container.get("terminated", {})
+            if "running" in container:
+                ran.add(state.uid)
+            if end.get("startedAt") and end.get("finishedAt"):
+                times = datetime.fromisoformat(end["startedAt"]), datetime.fromisoformat(end["finishedAt"])
+                found.setdefault(state.uid, times)
+        lost = [state.name for state in self.latest() if state.has_ended and state.uid in ran - found.keys()]
+        assert not lost, f"the kubelet does not report when {lost} ended\n{self.history()}"
+        return found
 
     def running(self) -> list[PodState]:
         return [state for state in self.latest() if state.is_running and not state.is_gone]
@@ -157,7 +177,7 @@ def pod_state(pod: dict[str, Any], *, is_gone: bool) -> PodState:
     """The facts of a pod that tests look at."""
     metadata, status = pod["metadata"], pod.get("status", {})
     index = metadata.get("labels", {}).get("batch.kubernetes.io/job-completion-index")
-    container = (status.get("containerStatuses") or [{}])[0]
+    container = _first_container(pod)
     end = container.get("state", {}).get("terminated", {})
     disruptions = [each for each in status.get("conditions", []) if each["type"] == "DisruptionTarget"]
     return PodState(
@@ -176,3 +196,8 @@ def pod_state(pod: dict[str, Any], *, is_gone: bool) -> PodState:
         restarts=container.get("restartCount", 0),
         pod=pod,
     )
+
+
+def _first_container(pod: dict[str, Any]) -> dict[str, Any]:
+    statuses: list[dict[str, Any]] = pod.get("status", {}).get("containerStatuses") or [{}]
+    return statuses[0]

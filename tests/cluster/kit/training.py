@@ -6,7 +6,6 @@ The script is tests/support/jobs/launch_job.py, started as users start theirs: `
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 import time
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from tests.cluster.kit.objects import GRACE_PERIOD_S, Object, pod_spec, reprieve_runtime, train_job
+from tests.cluster.kit.objects import Object, pod_spec, reprieve_runtime, train_job
 from tests.cluster.kit.pod_watch import PodState, PodWatch
 from tests.cluster.rig.kubectl import Kubectl, has_condition
 from tests.support.launch_kit import JOB, Lab, processes_with
@@ -30,6 +29,8 @@ class Generation:
     """How the two pods of one start of the job ended, by rank."""
 
     pods: list[PodState]
+    spans: dict[str, tuple[datetime, datetime]]
+    """When the containers ran (`PodWatch.spans`)."""
 
     @property
     def exit_codes(self) -> list[int | None]:
@@ -37,7 +38,8 @@ class Generation:
 
     @property
     def seconds_apart(self) -> float:
-        times = [_ended_at(pod).timestamp() for pod in self.pods]
+        """From the end of the first pod until the end of the last. Kubernetes' times are whole seconds."""
+        times = [self.spans[pod.uid][1].timestamp() for pod in self.pods]
         return max(times) - min(times)
 
     @property
@@ -56,28 +58,33 @@ class Training:
     options: dict[str, Any]
     name: str = "train"
     resources: dict[str, str] = field(default_factory=dict)
+    labels: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    """Further variables of the pods."""
+    nodes: int = NODES
 
     def start(self, runtime: Object | None = None) -> None:
         """Create the TrainJob, with the runtime reprieve-torch by default."""
         runtime = runtime or reprieve_runtime("reprieve-torch", self.pod(), max_restarts=3)
         command = [sys.executable, "-m", "reprieve", "run", "torchrun", JOB, self.lab.options(**self.options)]
-        job = train_job(self.name, command, runtime=runtime["metadata"]["name"], nodes=NODES, resources=self.resources)
+        job = train_job(
+            self.name,
+            command,
+            runtime=runtime["metadata"]["name"],
+            nodes=self.nodes,
+            resources=self.resources,
+            labels=self.labels,
+        )
         self.namespace.apply(runtime)
         self.namespace.apply(job)
 
     def pod(self) -> Object:
-        return pod_spec(
-            container="node",
-            with_host_python=True,
-            folders=[self.lab.job],
-            environment={"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
-            grace_period_s=GRACE_PERIOD_S,
-        )
+        return pod_spec(container="node", with_host_python=True, folders=[self.lab.job], environment=self.environment)
 
     @property
     def step(self) -> int:
         """The last step that both ranks have done."""
-        return min(self.lab.last_step(rank) for rank in range(NODES))
+        return min(self.lab.last_step(rank) for rank in range(self.nodes))
 
     def wait_for_steps(self, count: int) -> None:
         """Wait until this generation has trained for so many steps."""
@@ -88,7 +95,17 @@ class Training:
 
     def rank(self, number: int) -> str:
         """The name of the running pod of a rank."""
-        return next(pod.name for pod in self.pods.running() if pod.index == number)
+        return next(pod.name for pod in self._running() if pod.index == number)
+
+    def _running(self) -> list[PodState]:
+        """The running pods of this job."""
+        label = "jobset.sigs.k8s.io/jobset-name"
+        return [pod for pod in self.pods.running() if pod.pod["metadata"].get("labels", {}).get(label) == self.name]
+
+    def logs(self, rank: int = 0) -> str:
+        """The log of the newest pod of a rank."""
+        name = [pod.name for pod in self.pods.latest() if pod.index == rank and pod.name.startswith(self.name)][-1]
+        return self.namespace.logs(name, "--container=node")
 
     def processes(self) -> list[int]:
         """The processes of this job's pods, as the machine sees them: launchers, torchruns, ranks."""
@@ -96,12 +113,12 @@ class Training:
 
     def after(self, disruption: Callable[[], None]) -> Generation:
         """Disrupt the running generation, wait until both its pods have ended, and return how they did."""
-        uids = {pod.uid for pod in self.pods.running()}
-        assert len(uids) == NODES, self.pods.history()
+        uids = {pod.uid for pod in self._running()}
+        assert len(uids) == self.nodes, self.pods.history()
         disruption()
         self.pods.wait_for(lambda watch: uids <= {pod.uid for pod in watch.ended()}, "both pods end", timeout_s=START_S)
         ended = [pod for pod in self.pods.ended() if pod.uid in uids]
-        return Generation(pods=sorted(ended, key=lambda pod: pod.index or 0))
+        return Generation(pods=sorted(ended, key=lambda pod: pod.index or 0), spans=self.pods.spans())
 
     def suspend(self) -> None:
         self.namespace.patch("trainjob", self.name, {"spec": {"suspend": True}})
@@ -119,22 +136,18 @@ class Training:
         return int(status.get("restartsCountTowardsMax", 0))
 
     def assert_generations_never_overlapped(self) -> None:
-        """No pod started before all pods of the generation before had ended. Kubernetes' times are whole seconds."""
-        ranks = [pod for pod in self.pods.ended() if pod.index is not None]
-        by_start = sorted((_started_at(pod), _ended_at(pod), pod.index) for pod in ranks)
-        generations = [by_start[at : at + NODES] for at in range(0, len(by_start), NODES)]
-        for before, following in itertools.pairwise(generations):
-            assert max(end for _, end, _ in before) <= min(start for start, _, _ in following), self.pods.history()
+        """No pod started before all pods of the generation before had ended.
 
-
-def _started_at(pod: PodState) -> datetime:
-    return datetime.fromisoformat(_terminated(pod)["startedAt"])
-
-
-def _ended_at(pod: PodState) -> datetime:
-    return datetime.fromisoformat(_terminated(pod)["finishedAt"])
-
-
-def _terminated(pod: PodState) -> Object:
-    terminated: Object = pod.pod["status"]["containerStatuses"][0]["state"]["terminated"]
-    return terminated
+        Pods that ran at the same time are of one generation, so each rank is in it only once. Kubernetes' times are
+        whole seconds: a pod may start in the second in which another one ends.
+        """
+        spans = self.pods.spans()
+        ranks = {pod.uid: pod.index for pod in self.pods.latest() if pod.index is not None}
+        together: set[int] = set()
+        until: datetime | None = None
+        for began, ended, rank in sorted((*spans[uid], rank) for uid, rank in ranks.items() if uid in spans):
+            if until is None or began >= until:
+                together, until = set(), ended
+            assert rank not in together, f"two pods of rank {rank} at the same time\n{self.pods.history()}"
+            together.add(rank)
+            until = max(until, ended)
