@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from reprieve.checkpoint.folder.catalog import list_checkpoints
-from tests.cluster.kit.objects import pod, pod_spec
+from tests.cluster.kit.objects import pod
 from tests.cluster.kit.pod_watch import PodWatch
-from tests.cluster.kit.training import Training
+from tests.cluster.kit.training import Training, training_pod
 from tests.cluster.rig.kubectl import Kubectl
-from tests.support.launch_kit import JOB, Lab, processes_with, until
+from tests.support.launch_kit import Lab, processes_with, until
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -48,8 +47,22 @@ def test_a_job_that_is_killed_resumes_from_its_periodic_checkpoint(
         )
     until(lambda: training.counted_restarts == before + 1, limit_s=30)
     training.wait_until_complete()
-    logs = namespace.logs([state.name for state in pods.latest() if state.index == 0][-1], "--container=node")
+    logs = training.logs()
     assert "resuming from checkpoint-" in logs and "was killed without notice, after step" in logs, logs
+
+
+def test_a_job_that_runs_out_of_memory_resumes_from_its_periodic_checkpoint(
+    namespace: Kubectl, pods: PodWatch, tmp_path: Path
+) -> None:
+    options = {"steps": 4 * EVERY, "step_s": 0.1, "every": EVERY, "exhaust_at": 2 * EVERY + 2}
+    training = Training(namespace, pods, Lab(tmp_path), options, resources={"memory": "1Gi"}, nodes=1)
+    training.start()
+    training.wait_until_complete()
+    killed, completed = pods.ended()
+    assert (killed.exit_code, completed.exit_code) == (1, 0), "torchrun ends with 1 if a rank is killed"
+    assert training.counted_restarts == 1
+    assert f"failed with exit code 1 at step {2 * EVERY + 2}" in killed.message, killed.message
+    assert f"resuming from checkpoint-{2 * EVERY}" in training.logs(), training.logs()
 
 
 def test_a_pod_that_wakes_up_after_another_took_over_changes_nothing(
@@ -57,14 +70,10 @@ def test_a_pod_that_wakes_up_after_another_took_over_changes_nothing(
 ) -> None:
     """A node may be unreachable for minutes and then come back, with its pods."""
     lab = Lab(tmp_path)
-    environment = {"OMP_NUM_THREADS": "1", "REPRIEVE_RUN": "uid-1", "PYTHONDONTWRITEBYTECODE": "1"}
 
     def start(name: str, steps: int) -> None:
-        options = lab.options(steps=steps, step_s=0.1, every=EVERY)
-        command = [sys.executable, "-m", "reprieve", "run", "python", JOB, options]
-        spec = pod_spec(
-            container="main", command=command, with_host_python=True, folders=[lab.job], environment=environment
-        )
+        environment = {"REPRIEVE_RUN": "uid-1"}
+        spec = training_pod(lab, "python", environment=environment, steps=steps, step_s=0.1, every=EVERY)
         namespace.apply(pod(name, spec))
 
     start("old", 10_000)

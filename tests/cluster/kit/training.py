@@ -24,6 +24,25 @@ START_S = 120
 """How long a generation may take to train its first step: two processes import torch on two shared cores."""
 
 
+def training_pod(
+    lab: Lab,
+    *launcher: str,
+    environment: dict[str, str] | None = None,
+    security: dict[str, Any] | None = None,
+    **options: Any,
+) -> Object:
+    """A pod without a TrainJob, which runs launch_job.py: `training_pod(lab, "python", steps=3)`."""
+    spec = pod_spec(
+        container="main",
+        command=[sys.executable, "-m", "reprieve", "run", *launcher, JOB, lab.options(**options)],
+        with_host_python=True,
+        folders=[lab.job],
+        environment=environment,
+    )
+    spec["containers"][0]["securityContext"] = security or {}
+    return spec
+
+
 @dataclass(frozen=True, kw_only=True)
 class Generation:
     """How the two pods of one start of the job ended, by rank."""
@@ -95,9 +114,9 @@ class Training:
 
     def rank(self, number: int) -> str:
         """The name of the running pod of a rank."""
-        return next(pod.name for pod in self._running() if pod.index == number)
+        return next(pod.name for pod in self.running() if pod.index == number)
 
-    def _running(self) -> list[PodState]:
+    def running(self) -> list[PodState]:
         """The running pods of this job."""
         label = "jobset.sigs.k8s.io/jobset-name"
         return [pod for pod in self.pods.running() if pod.pod["metadata"].get("labels", {}).get(label) == self.name]
@@ -113,7 +132,7 @@ class Training:
 
     def after(self, disruption: Callable[[], None]) -> Generation:
         """Disrupt the running generation, wait until both its pods have ended, and return how they did."""
-        uids = {pod.uid for pod in self._running()}
+        uids = {pod.uid for pod in self.running()}
         assert len(uids) == self.nodes, self.pods.history()
         disruption()
         self.pods.wait_for(lambda watch: uids <= {pod.uid for pod in watch.ended()}, "both pods end", timeout_s=START_S)
