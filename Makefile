@@ -96,9 +96,9 @@ cluster-down:  ## Remove the test cluster, whatever state it is in
 
 test-cluster: $(READY)  ## The tests on a real Kubernetes, in the test cluster or the one of REPRIEVE_TEST_KUBECONFIG
 	@test -n "$$REPRIEVE_TEST_KUBECONFIG" || $(RIG) build
-	$(BIN)/python -m pytest tests/cluster -m 'not kueue'
+	$(BIN)/python -m pytest tests/cluster -m 'not kueue and not full'
 
-test-cluster-full: $(READY)  ## The same, and those that need Kueue
+test-cluster-full: $(READY)  ## The same, those that need Kueue, and those that take minutes
 	@test -n "$$REPRIEVE_TEST_KUBECONFIG" || $(RIG) build --full
 	$(BIN)/python -m pytest tests/cluster
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
 
 import pytest
 
 from tests.cluster.kit.cluster import Cluster, session_cluster
 from tests.cluster.kit.pod_watch import PodWatch
 from tests.cluster.rig.kubectl import Kubectl, KubectlError
+from tests.support.launch_kit import Lab
 
 _FAILED = pytest.StashKey[bool]()
 LOG_LINES = 60
@@ -57,3 +59,16 @@ def pods(namespace: Kubectl, request: pytest.FixtureRequest) -> Iterator[PodWatc
                     print(f"--- log of {pod.name}, last {LOG_LINES} lines")
                     with contextlib.suppress(KubectlError):
                         print(namespace.logs(pod.name, f"--tail={LOG_LINES}"))
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
+    """Return the losses of both ranks of a job that nothing disturbs, on this machine."""
+
+    def seen(**options: Any) -> list[Any]:
+        lab = Lab(tmp_path_factory.mktemp("undisturbed"))
+        ended = lab.run(lab.torchrun(2, **options))
+        assert ended.code == 0, str(ended)
+        return [lab.seen(rank) for rank in range(2)]
+
+    return seen

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from reprieve.checkpoint.folder.catalog import list_checkpoints
+from tests.cluster.kit.cluster import Cluster
 from tests.cluster.kit.objects import pod
 from tests.cluster.kit.pod_watch import PodWatch
 from tests.cluster.kit.training import Training, training_pod
@@ -95,3 +98,35 @@ def test_a_pod_that_wakes_up_after_another_took_over_changes_nothing(
     assert [info.problem for info in found] == [None] * len(found)
     assert {info.manifest.attempt for info in found if info.manifest} == {2}, "the old pod's are gone, none is new"
     assert found[0].step == 120
+
+
+@pytest.mark.full
+def test_a_job_trains_on_while_a_node_is_not_ready_and_saves_when_it_is_back(
+    cluster: Cluster, namespace: Kubectl, pods: PodWatch, tmp_path: Path, undisturbed: Callable[..., list[Any]]
+) -> None:
+    """The pod of the node is deleted, but nobody there hears of it until the kubelet is back. It then saves as usual.
+    No pod replaces it meanwhile, so nothing else writes."""
+    steps = 300
+    training = Training(namespace, pods, Lab(tmp_path), {"steps": steps, "step_s": 0.5})
+    training.start()
+    training.wait_for_steps(3)
+    [unreachable] = [state for state in training.running() if state.node == cluster.nodes[-1]]
+
+    def freeze() -> None:
+        with cluster.frozen_kubelet(unreachable.node):
+            pods.wait_for(
+                lambda watch: any(state.uid == unreachable.uid and state.is_deleting for state in watch.latest()),
+                "the pod of the node is deleted",
+                timeout_s=180,
+            )
+            training.wait_for_steps(3)
+            assert len(pods.latest()) == 2 and training.counted_restarts == 0, pods.history()
+
+    generation = training.after(freeze)
+    assert generation.exit_codes == [143, 143], pods.history()
+    assert "DeletionByTaintManager" in [state.disruption for state in generation.pods], pods.history()
+    assert generation.message["step"] == training.step < steps
+    training.wait_until_complete()
+    assert training.counted_restarts == 0
+    training.assert_generations_never_overlapped()
+    assert [training.lab.seen(rank) for rank in range(2)] == undisturbed(steps=steps)

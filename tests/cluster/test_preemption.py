@@ -27,19 +27,6 @@ REFUSED_WITHIN_S = 20
 pytestmark = pytest.mark.timeout(600)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
-    """Return the losses of both ranks of a job that nothing disturbs, on this machine."""
-
-    def seen(**options: Any) -> list[Any]:
-        lab = Lab(tmp_path_factory.mktemp("undisturbed"))
-        ended = lab.run(lab.torchrun(2, **options))
-        assert ended.code == 0, str(ended)
-        return [lab.seen(rank) for rank in range(2)]
-
-    return seen
-
-
 @pytest.fixture
 def slots(cluster: Cluster) -> Iterator[None]:
     """Give the nodes two slots together, so that the scheduler must preempt a pod of the job for a third."""
