@@ -15,7 +15,7 @@ from reprieve.checkpoint.folder.catalog import list_checkpoints
 from tests.cluster.kit.cluster import Cluster
 from tests.cluster.kit.objects import pod
 from tests.cluster.kit.pod_watch import PodWatch
-from tests.cluster.kit.training import Training, training_pod
+from tests.cluster.kit.training import START_S, Training, training_pod
 from tests.cluster.rig.kubectl import Kubectl
 from tests.support.launch_kit import Lab, processes_with, until
 
@@ -58,11 +58,12 @@ def test_a_job_that_runs_out_of_memory_resumes_from_its_periodic_checkpoint(
     namespace: Kubectl, pods: PodWatch, tmp_path: Path
 ) -> None:
     options = {"steps": 4 * EVERY, "step_s": 0.1, "every": EVERY, "exhaust_at": 2 * EVERY + 2}
-    training = Training(namespace, pods, Lab(tmp_path), options, resources={"memory": "1Gi"}, nodes=1)
+    training = Training(namespace, pods, Lab(tmp_path), options, resources={"memory": "1536Mi"}, nodes=1)
     training.start()
+    pods.wait_for(lambda watch: len(watch.ended()) == 1, "the pod ends", timeout_s=START_S)
+    [killed] = pods.ended()
+    assert (killed.exit_code, killed.reason) == (1, "OOMKilled"), "torchrun ends with 1 if a rank is killed"
     training.wait_until_complete()
-    killed, completed = pods.ended()
-    assert (killed.exit_code, completed.exit_code) == (1, 0), "torchrun ends with 1 if a rank is killed"
     assert training.counted_restarts == 1
     assert f"failed with exit code 1 at step {2 * EVERY + 2}" in killed.message, killed.message
     assert f"resuming from checkpoint-{2 * EVERY}" in training.logs(), training.logs()
