@@ -17,15 +17,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 folder, pause_s = Path(sys.argv[1]), float(sys.argv[2])
 
 
-class Numbers(torch.utils.data.Dataset):
-    def __init__(self, n):
-        self.data = torch.randint(0, 97, (n, 16), generator=torch.Generator().manual_seed(n))
-
-    def __len__(self):
-        return len(self.data)
-
-    def __getitem__(self, i):
-        return {"input_ids": self.data[i], "labels": self.data[i]}
+def samples(n):
+    data = torch.randint(0, 97, (n, 16), generator=torch.Generator().manual_seed(n))
+    return [{"input_ids": ids, "labels": ids} for ids in data]
 
 
 class Pauses(TrainerCallback):
@@ -63,8 +57,8 @@ trainer = Trainer(
         report_to="none",
         use_cpu=True,
     ),
-    train_dataset=Numbers(60),
-    eval_dataset=Numbers(40),
+    train_dataset=samples(60),
+    eval_dataset=samples(40),
     callbacks=[Pauses()],
 )
 trainer.train()
