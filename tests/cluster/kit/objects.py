@@ -126,18 +126,15 @@ def train_job(
     labels: dict[str, str] | None = None,
     resources: dict[str, str] | None = None,
 ) -> Object:
+    trainer: Object = {"numNodes": nodes, "numProcPerNode": 1, "command": command}
+    # Kueue drops empty lists and objects when it starts a job. The API server refuses that: the trainer is immutable.
+    if environment:
+        trainer["env"] = [{"name": key, "value": value} for key, value in environment.items()]
+    if resources:
+        trainer["resourcesPerNode"] = {"requests": resources, "limits": resources}
     return {
         "apiVersion": TRAINER_API,
         "kind": "TrainJob",
         "metadata": {"name": name, "labels": labels or {}},
-        "spec": {
-            "runtimeRef": {"name": runtime, "kind": runtime_kind},
-            "trainer": {
-                "numNodes": nodes,
-                "numProcPerNode": 1,
-                "command": command,
-                "env": [{"name": key, "value": value} for key, value in (environment or {}).items()],
-                "resourcesPerNode": {"requests": resources or {}, "limits": resources or {}},
-            },
-        },
+        "spec": {"runtimeRef": {"name": runtime, "kind": runtime_kind}, "trainer": trainer},
     }
