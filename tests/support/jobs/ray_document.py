@@ -1,7 +1,7 @@
 """The example of the proposal for Ray's own JIT checkpoints, as people would type it: the imports are the proposal's.
 
-It needs `reprieve run`, under which they resolve. Arguments: FOLDER EPOCHS [LINE], with LINE for the one line that makes
-it save when it is told to stop.
+It needs `reprieve run`, under which they resolve. Arguments: FOLDER EPOCHS [LINE], with LINE for the one line that
+makes it save at a stop.
 """
 
 from __future__ import annotations
