@@ -18,7 +18,7 @@ from reprieve.adapters.ray import internals
 from reprieve.errors import RankFailed
 from reprieve.preemption.process_exit import Preempted
 from reprieve.preemption.stop_listener import ANOTHER_RANK
-from reprieve.ranks.group import Ranks
+from reprieve.ranks.group import LIMIT, Ranks
 from reprieve.ranks.step_agreement import StepAgreement
 from reprieve.ranks.step_protocol import STOP
 
@@ -27,8 +27,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("reprieve")
 
-_ARRIVAL_LIMIT = timedelta(seconds=30)
-"""How much later than the first a worker may reach a report."""
+_ARRIVAL_LIMIT = LIMIT
+"""How much later than the first a worker may reach the boundary of a stop."""
+_SAVE_LIMIT = timedelta(days=1)
+"""How much later than the first a worker may reach the last report, and commit it: one may save for all. If that one
+dies, Ray ends the others, and so does a deadline."""
 _COMMIT_POLL_S = 5.0
 
 
@@ -40,7 +43,9 @@ class ReportedCheckpoints:
         self._worker = worker
         self._boundaries = 0
         self._due = False
-        """A stop is agreed, and this worker has reached its boundary."""
+        """A stop is agreed, and all workers have reached its boundary."""
+        self._failed = False
+        """The workers could not stop together, and try no more."""
         self._told = False
         """`should_checkpoint` has returned true."""
         self._warned = False
@@ -88,23 +93,24 @@ class ReportedCheckpoints:
 
     def _arrive(self) -> None:
         """Reach a boundary."""
-        if not self._due:
-            self._boundaries += 1
-            if self._agreement.boundary(self._boundaries) is not None:
-                self._due = True
-
-    def _any_has_checkpoint(self, has_checkpoint: bool) -> bool:
-        """Return whether any worker has a checkpoint in this report. All workers are in it."""
+        if self._due or self._failed:
+            return
+        self._boundaries += 1
         try:
-            votes = self._ranks.agree("last report", lambda: has_checkpoint, limit=_ARRIVAL_LIMIT)
+            if self._agreement.boundary(self._boundaries) is not None:
+                self._ranks.agree("stop", limit=_ARRIVAL_LIMIT)
+                self._due = True
         except RankFailed as error:
+            self._failed = True
             log.error(
                 "the workers could not stop together: %s. Call should_checkpoint() on every worker, equally often. "
                 "Training continues until the deadline",
                 error,
             )
-            return False
-        if any(votes):
+
+    def _any_has_checkpoint(self, has_checkpoint: bool) -> bool:
+        """Return whether any worker has a checkpoint in this report. All workers are in it."""
+        if any(self._ranks.agree("last report", lambda: has_checkpoint, limit=_SAVE_LIMIT)):
             return True
         if not self._warned:
             self._warned = True
@@ -118,7 +124,7 @@ class ReportedCheckpoints:
         # A rank without a checkpoint has nothing to wait for, and hears of the others' below.
         committed = self._wait_until_committed() if has_checkpoint else True
         try:
-            saved = all(self._ranks.agree("committed", lambda: committed))
+            saved = all(self._ranks.agree("committed", lambda: committed, limit=_SAVE_LIMIT))
         except RankFailed as error:
             log.error("the checkpoint is not committed: %s", error)
             saved = False

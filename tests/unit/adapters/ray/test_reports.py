@@ -1,0 +1,279 @@
+"""Functions that save by themselves stop together, whichever worker reports the checkpoint. Workers are threads."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from reprieve.adapters.ray import internals, reports, worker
+from reprieve.adapters.ray.reports import ReportedCheckpoints
+from reprieve.preemption.process_exit import Preempted
+from reprieve.preemption.process_host import StopRequest
+from reprieve.ranks.group import Ranks
+from tests.support.memory_store import MemoryStore
+
+LIMIT_S = 30.0
+STEPS = 60
+
+
+class FakeWorker:
+    """What `ReportedCheckpoints` needs of a `RayWorker`."""
+
+    def __init__(self) -> None:
+        self.has_session = False
+        self.stop: StopRequest | None = None
+        self.requested_by_peer: list[str] = []
+
+    def request_stop(self, reason: str) -> None:
+        self.requested_by_peer.append(reason)
+
+
+class Rank:
+    """One worker whose function trains, and what it did."""
+
+    def __init__(self, rank: int, ranks: Ranks, barrier: threading.Barrier) -> None:
+        self.rank = rank
+        self.worker = FakeWorker()
+        self.reports = ReportedCheckpoints(ranks, self.worker)  # type: ignore[arg-type]
+        self.report = self.reports.wrap(self._report)
+        self.reported: list[tuple[int, Any]] = []
+        self.true_at: list[int] = []
+        self.stopped: Preempted | None = None
+        self.steps = 0
+        self._barrier = barrier
+
+    def _report(self, metrics: dict[str, Any], checkpoint: Any = None) -> None:
+        """Ray's: all workers meet in it."""
+        self._barrier.wait()
+        self.reported.append((metrics["step"], checkpoint))
+
+    def train(self, loop: Callable[[Rank, int], None]) -> None:
+        try:
+            for step in range(1, STEPS + 1):
+                self._barrier.wait()  # an all-reduce
+                self.steps = step
+                loop(self, step)
+        except Preempted as stopped:
+            self.stopped = stopped
+        finally:
+            self.reports.finish()
+
+
+class Job:
+    """Two workers."""
+
+    def __init__(self, world_size: int = 2) -> None:
+        store = MemoryStore()
+        barrier = threading.Barrier(world_size, timeout=LIMIT_S)
+        self.ranks = [
+            Rank(rank, Ranks(rank, world_size, store.client() if world_size > 1 else None), barrier)
+            for rank in range(world_size)
+        ]
+
+    def run(self, *loops: Callable[[Rank, int], None]) -> None:
+        threads = [
+            threading.Thread(target=rank.train, args=(loops[rank.rank % len(loops)],), daemon=True)
+            for rank in self.ranks
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT_S)
+        assert not any(thread.is_alive() for thread in threads), "a worker hangs"
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.reports._agreement.close()
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    job = Job()
+    yield job
+    job.close()
+
+
+@pytest.fixture(autouse=True)
+def _committed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(internals, "reported_checkpoint", lambda: "/run/checkpoint_1")
+    monkeypatch.setattr(internals, "is_committed", lambda path, timeout_s: True)
+
+
+def document_loop(
+    *, stop_at: int = 5, on: int = 0, has_checkpoint: Callable[[Rank], bool] = lambda rank: True
+) -> Callable[[Rank, int], None]:
+    """The loop of the document: it saves where `should_checkpoint` is true."""
+
+    def loop(rank: Rank, step: int) -> None:
+        if step == stop_at and rank.rank == on:
+            rank.reports.request_stop()
+        if rank.reports.should_checkpoint():
+            rank.true_at.append(step)
+            rank.report({"step": step}, "checkpoint" if has_checkpoint(rank) else None)
+
+    return loop
+
+
+@pytest.mark.parametrize("on", [0, 1])
+def test_it_is_true_in_the_same_call_of_all_workers(job: Job, on: int) -> None:
+    job.run(document_loop(on=on))
+    first, second = job.ranks
+    assert first.true_at == second.true_at and len(first.true_at) == 1
+    assert 5 <= first.true_at[0] < STEPS
+    for rank in job.ranks:
+        assert rank.stopped is not None and rank.stopped.saved
+        assert rank.steps == first.true_at[0], "it trained on after the stop"
+        assert rank.reports.committed == "/run/checkpoint_1"
+
+
+def test_the_other_worker_hears_of_the_stop(job: Job) -> None:
+    job.run(document_loop(on=1))
+    assert job.ranks[0].worker.requested_by_peer == ["a stop request to another rank"]
+
+
+def test_without_a_stop_nothing_changes(job: Job) -> None:
+    job.run(document_loop(stop_at=0))
+    assert [rank.steps for rank in job.ranks] == [STEPS, STEPS]
+    assert [rank.true_at for rank in job.ranks] == [[], []]
+
+
+@pytest.mark.parametrize("saving", [0, 1])
+def test_a_checkpoint_on_one_worker_ends_all(job: Job, saving: int) -> None:
+    job.run(document_loop(has_checkpoint=lambda rank: rank.rank == saving))
+    assert [len(rank.true_at) for rank in job.ranks] == [1, 1]
+    assert all(rank.stopped is not None and rank.stopped.saved for rank in job.ranks)
+
+
+def test_a_report_without_a_checkpoint_continues_with_one_warning(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    job.run(document_loop(has_checkpoint=lambda rank: rank.steps >= 20))
+    assert [rank.steps for rank in job.ranks] == [20, 20]
+    assert all(rank.stopped is not None and rank.stopped.saved for rank in job.ranks)
+    warnings = [record for record in caplog.records if "no worker reported a checkpoint" in record.message]
+    assert len(warnings) == 2, "one for each worker"
+
+
+def test_a_function_that_never_asks_stops_at_its_next_report_with_a_checkpoint(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    def loop(rank: Rank, step: int) -> None:
+        if step == 5 and rank.rank == 0:
+            rank.reports.request_stop()
+        rank.report({"step": step}, "checkpoint" if step % 10 == 0 else None)
+
+    job.run(loop)
+    assert job.ranks[0].steps == job.ranks[1].steps
+    assert job.ranks[0].steps % 10 == 0
+    assert all(rank.stopped is not None and rank.stopped.saved for rank in job.ranks)
+    assert sum("does not save when" in record.message for record in caplog.records) in (0, 2)
+
+
+def test_a_periodic_report_in_progress_does_not_end_one_worker_alone(job: Job) -> None:
+    """The stop becomes known while the workers are in different calls."""
+
+    def loop(rank: Rank, step: int) -> None:
+        if step == 7 and rank.rank == 1:
+            rank.reports.request_stop()
+            time.sleep(0.05)
+        due = rank.reports.should_checkpoint()
+        if due or step % 7 == 0:
+            rank.report({"step": step}, "checkpoint")
+
+    job.run(loop)
+    assert job.ranks[0].steps == job.ranks[1].steps
+    assert job.ranks[0].reported == job.ranks[1].reported
+
+
+def test_a_long_save_on_one_worker_is_waited_for(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reports, "_ARRIVAL_LIMIT", timedelta(seconds=1))
+
+    def has_checkpoint(rank: Rank) -> bool:
+        if rank.rank == 0:
+            time.sleep(2.5)
+        return rank.rank == 0
+
+    job.run(document_loop(has_checkpoint=has_checkpoint))
+    assert all(rank.stopped is not None and rank.stopped.saved for rank in job.ranks)
+
+
+def test_asked_on_some_workers_only_is_an_error_that_names_the_fix(
+    job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(reports, "_ARRIVAL_LIMIT", timedelta(seconds=0.5))
+
+    def silent(rank: Rank, step: int) -> None:
+        rank.report({"step": step})
+
+    def asking(rank: Rank, step: int) -> None:
+        if step == 5:
+            rank.reports.request_stop()
+        rank.reports.should_checkpoint()
+        rank.report({"step": step})
+
+    began = time.monotonic()
+    job.run(asking, silent)
+    assert time.monotonic() - began < LIMIT_S / 2, "the workers wait again and again"
+    assert [rank.steps for rank in job.ranks] == [STEPS, STEPS]
+    assert [rank.stopped for rank in job.ranks] == [None, None]
+    errors = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert errors and all(
+        "Call should_checkpoint() on every worker, equally often" in record.message for record in errors
+    )
+
+
+def test_a_stop_that_the_function_caught_is_raised_again() -> None:
+    job = Job(world_size=1)
+    (rank,) = job.ranks
+
+    def loop(rank: Rank, step: int) -> None:
+        if step == 3:
+            rank.reports.request_stop()
+        if rank.reports.should_checkpoint():
+            with pytest.raises(Preempted) as first:
+                rank.report({"step": step}, "checkpoint")
+            with pytest.raises(Preempted) as second:
+                rank.report({"step": step}, "checkpoint")
+            assert second.value is first.value
+            rank.reports.should_checkpoint()
+
+    job.run(loop)
+    assert rank.stopped is not None and rank.stopped.saved
+    assert rank.steps == 3 and len(rank.reported) == 1
+    job.close()
+
+
+def test_a_checkpoint_that_is_not_committed_is_not_called_saved(
+    job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(internals, "is_committed", lambda path, timeout_s: False)
+    now = time.monotonic()
+    for rank in job.ranks:
+        rank.worker.stop = StopRequest("SIGTERM", now, now + 1, certain=True)
+    job.run(document_loop())
+    for rank in job.ranks:
+        assert rank.stopped is not None and not rank.stopped.saved
+        assert rank.stopped.reason == "SIGTERM" and rank.reports.committed is None
+    assert "has not committed the checkpoint before the deadline" in caplog.text
+
+
+def test_a_session_in_the_function_decides_itself(job: Job) -> None:
+    """Neither call is a boundary then."""
+
+    def loop(rank: Rank, step: int) -> None:
+        rank.worker.has_session = True
+        if step == 5 and rank.rank == 0:
+            rank.reports.request_stop()
+        assert not rank.reports.should_checkpoint()
+        rank.report({"step": step}, "checkpoint")
+
+    job.run(loop)
+    assert [rank.steps for rank in job.ranks] == [STEPS, STEPS]
+
+
+def test_outside_ray_it_is_false() -> None:
+    assert worker.should_checkpoint() is False
