@@ -1,7 +1,8 @@
 """Keeps the list of a run's checkpoints readable: Ray writes it in place, and a torn one makes the run unusable.
 
 In a controller, Ray's snapshot is written to another name and renamed, with a copy beside it. A snapshot that was torn
-before (by a controller without us), or that names checkpoints which are gone, is repaired when it is loaded.
+before (by a controller without us), or that is missing, is replaced by the copy when it is loaded. A copy that names
+checkpoints which are gone is not used: Ray would refuse it.
 """
 
 from __future__ import annotations
@@ -56,31 +57,40 @@ def _replace(files: Any, path: str, data: bytes) -> None:
 
 def repair(storage: Any) -> None:
     """Put the copy of the snapshot in the place of one that is torn or missing."""
-    files, path = storage.storage_filesystem, storage.checkpoint_manager_snapshot_path
-    problem = _problem(files, path)
+    path = storage.checkpoint_manager_snapshot_path
+    problem = _problem(storage, path)
     if problem is None:
         return
-    copy = _read(files, path + _COPY)
-    if copy is None or _problem(files, path + _COPY) is not None:
-        if problem != _MISSING:
-            log.error("%s is %s, and there is no copy of it: Ray refuses to use it", path, problem)
-        return
-    _replace(files, path, copy)
-    log.warning("%s is %s: replaced by its copy", path, problem)
+    files, copy_path = storage.storage_filesystem, path + _COPY
+    copy, problem_of_copy = _read(files, copy_path), _problem(storage, copy_path)
+    if copy is not None and problem_of_copy is None:
+        _replace(files, path, copy)
+        log.warning("%s %s: replaced by its copy", path, problem)
+    elif problem != _MISSING:
+        log.error("%s %s, and its copy %s: Ray refuses to use this folder", path, problem, problem_of_copy)
+    elif problem_of_copy != _MISSING:
+        log.warning("%s %s, and its copy %s: Ray starts this run over", path, problem, problem_of_copy)
 
 
-_MISSING = "missing"
+_MISSING = "is missing"
 
 
-def _problem(files: Any, path: str) -> str | None:
-    data = _read(files, path)
+def _problem(storage: Any, path: str) -> str | None:
+    data = _read(storage.storage_filesystem, path)
     if data is None:
         return _MISSING
     try:
         state = json.loads(data)
     except ValueError:
-        return "torn" if data else "empty"
-    return None if isinstance(state, dict) and state else "empty"
+        return "is torn" if data else "is empty"
+    if not isinstance(state, dict) or not state:
+        return "is empty"
+    for result in state.get("checkpoint_results", ()):
+        name = result["checkpoint_dir_name"]
+        found = storage.storage_filesystem.get_file_info(storage.build_checkpoint_path_from_name(name))
+        if found.type.name == "NotFound":
+            return f"names {name}, which is gone"
+    return None
 
 
 def _read(files: Any, path: str) -> bytes | None:
