@@ -18,7 +18,7 @@ from reprieve.adapters.ray.internals import check_version
 from reprieve.errors import ConfigError
 from reprieve.preemption.deadline import Grace, resolve_grace_period
 from reprieve.preemption.stop_listener import signal_number
-from reprieve.settings import SETTINGS, resolve
+from reprieve.settings import resolve
 
 _OF_ONE_PROCESS = {"REPRIEVE_RESTARTS", "REPRIEVE_HANG", "REPRIEVE_GRACE", "REPRIEVE_KILL_WAIT"}
 """Settings of the launcher, and those that `JITCheckpointConfig` has."""
@@ -42,6 +42,8 @@ class JITCheckpointConfig:
         wait = self.kill_wait
         if isinstance(wait, bool) or not isinstance(wait, int | float) or not math.isfinite(wait) or wait < 0:
             raise ConfigError(f"kill_wait={wait!r}: write a number of seconds, 0 or more")
+        if isinstance(self.signals, str):
+            raise ConfigError(f"signals={self.signals!r}: write ({self.signals!r},)")
         for name in self.signals:
             signal_number(name)
         grace = resolve_grace_period(self.grace)
@@ -67,13 +69,12 @@ def resolve_config(config: JITCheckpointConfig, env: Mapping[str, str] = os.envi
     """Resolve all settings. In the driver."""
     grace = resolve_grace_period(config.grace, env)
     settings = resolve({}, env).environment()
-    known = {setting.env for setting in SETTINGS.values()} - _OF_ONE_PROCESS
     return ResolvedConfig(
         kill_wait_s=float(config.kill_wait),
         # A deadline that is only a guess would cut a save short for nothing.
         grace=grace if grace.certain else Grace(None, "no grace period is configured for this run on Ray"),
         signals=config.signals,
-        environment={name: value for name, value in settings.items() if name in known},
+        environment={name: value for name, value in settings.items() if name not in _OF_ONE_PROCESS},
     )
 
 
