@@ -17,6 +17,7 @@ from reprieve.adapters.ray import internals, snapshot
 from reprieve.adapters.ray.config import JITCheckpointConfig, ResolvedConfig, resolve_config
 from reprieve.adapters.ray.controller import RunController
 from reprieve.adapters.ray.messages import StoreAddress
+from reprieve.adapters.ray.node_check import check_nodes
 
 
 class JITCheckpointCallback(
@@ -52,6 +53,7 @@ class JITCheckpointCallback(
     def after_controller_start(self, train_run_context: Any) -> None:
         self._controller = RunController.start(self.run_id, self.config)
         if self._controller is not None:
+            self._controller.claim(internals.run_folder(train_run_context))
             self._address = self._controller.address
 
     def before_worker_group_start(self, worker_group_context: Any) -> None:
@@ -61,6 +63,7 @@ class JITCheckpointCallback(
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
         if self._controller is not None:
             self._controller.raise_if_nothing_to_save()
+            check_nodes(workers)
         return {}
 
     def after_worker_group_start(self, worker_group: Any) -> None:
@@ -79,6 +82,16 @@ class JITCheckpointCallback(
     def after_controller_finish(self, result: Any) -> None:
         if self._controller is not None and result.error is None:
             self._controller.finished()
+
+    async def before_controller_shutdown(self) -> None:
+        self._release()
+
+    def before_controller_abort(self) -> None:
+        self._release()
+
+    def _release(self) -> None:
+        if self._controller is not None:
+            self._controller.release()
 
     # In a worker, on its main thread
 

@@ -12,6 +12,7 @@ import os
 import secrets
 import threading
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import ray.util
@@ -21,6 +22,8 @@ from reprieve.adapters.ray import internals
 from reprieve.adapters.ray.config import ResolvedConfig
 from reprieve.adapters.ray.messages import DRIVER_STOP, PARKED, DriverStop, StoreAddress, stop_key, store_key
 from reprieve.adapters.ray.progress import RunProgress
+from reprieve.adapters.ray.run_folder import claim_run_folder
+from reprieve.checkpoint.folder.lease import FolderLease
 from reprieve.console import show_logs
 from reprieve.errors import ReprieveError
 from reprieve.launcher_protocol import LAUNCHER_SOCKET
@@ -62,6 +65,7 @@ class RunController:
         self._generation = 0
         self._workers = 0
         self._driver_stop: DriverStop | None = None
+        self._lease: FolderLease | None = None
         secret = secrets.token_hex(16)
         self._server = TorchStore.serve(ray.util.get_node_ip_address())
         self.address = StoreAddress(host=self._server.host, port=self._server.port, secret=secret)
@@ -81,6 +85,17 @@ class RunController:
         show_logs(0)
         cls._running = cls(run_id, config)
         return cls._running
+
+    def claim(self, folder: Path | None) -> None:
+        """Refuse to run beside another live run of this name. At the start, where waiting for it delays nothing."""
+        if folder is not None:
+            self._lease = claim_run_folder(folder)
+
+    def release(self) -> None:
+        """The run ends: let the next one start at once."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.release()
 
     def begin_generation(self, workers: int) -> int:
         """Return the number of the generation that starts now."""

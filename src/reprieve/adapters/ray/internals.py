@@ -119,15 +119,24 @@ class WorkerContext:
 
 def worker_context() -> WorkerContext:
     context = get_train_context()
-    distributed, storage = context.distributed_context, context.storage_context
-    is_local = getattr(storage.storage_filesystem, "type_name", "") == "local"
+    distributed = context.distributed_context
     return WorkerContext(
         rank=distributed.world_rank,
         world_size=distributed.world_size,
         local_rank=distributed.local_rank,
         run_name=context.train_run_context.run_config.name or "ray",
-        folder=Path(storage.experiment_fs_path) if is_local else None,
+        folder=_local_folder(context.storage_context),
     )
+
+
+def run_folder(train_run_context: Any) -> Path | None:
+    """Return Ray's folder of the run, in the controller; None: it is not in a file system."""
+    return _local_folder(train_run_context.run_config.storage_context)
+
+
+def _local_folder(storage: Any) -> Path | None:
+    is_local = getattr(storage.storage_filesystem, "type_name", "") == "local"
+    return Path(storage.experiment_fs_path) if is_local else None
 
 
 class HeldPreemption(PreemptionContext):
