@@ -115,7 +115,7 @@ class RayLab:
 
     def assert_nothing_lost(self, steps: int, workers: int, *, optimizer_state: bool = True) -> None:
         """Every worker did every step once, in order, with the losses of an undisturbed run."""
-        expected = undisturbed(steps, workers)
+        expected = undisturbed_losses(steps, workers)
         for rank in range(workers):
             assert self.steps(rank) == list(range(steps)), f"rank {rank}\n{self.output()[-6000:]}"
             assert self.losses(rank) == expected[rank], f"rank {rank}: the losses differ"
@@ -187,7 +187,7 @@ def free_port() -> int:
 
 
 @functools.cache
-def undisturbed(steps: int, workers: int) -> Sequence[Sequence[float]]:
+def undisturbed_losses(steps: int, workers: int) -> Sequence[Sequence[float]]:
     """The losses of each rank of the job, computed in this process."""
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)

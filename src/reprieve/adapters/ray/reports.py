@@ -8,6 +8,7 @@ report decides nothing: its peers may have left that report already.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
@@ -15,7 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from reprieve.adapters.ray import internals
-from reprieve.errors import RankFailed
+from reprieve.errors import RankFailed, RanksError
 from reprieve.preemption.process_exit import Preempted
 from reprieve.preemption.stop_listener import ANOTHER_RANK
 from reprieve.ranks.group import LIMIT, Ranks
@@ -62,6 +63,9 @@ class ReportedCheckpoints:
     def finish(self) -> None:
         """The function has ended."""
         self._agreement.finish()
+        if self._due and self._stopped is None:
+            with contextlib.suppress(RanksError):  # the others must not wait for it in their report
+                self._ranks.agree("last report", _raise_ended)
 
     def should_checkpoint(self) -> bool:
         if self._stopped is not None:
@@ -145,6 +149,10 @@ class ReportedCheckpoints:
                 self.committed = path
                 return True
             time.sleep(max(0.0, 0.05 - (time.monotonic() - began)))
+
+
+def _raise_ended() -> bool:
+    raise RanksError("its training function ended without a report after should_checkpoint() was true")
 
 
 _NOTHING_REPORTED = (

@@ -13,6 +13,7 @@ import pytest
 
 from reprieve.adapters.ray import internals, reports, worker
 from reprieve.adapters.ray.reports import ReportedCheckpoints
+from reprieve.errors import RankFailed
 from reprieve.preemption.process_exit import Preempted
 from reprieve.preemption.process_host import StopRequest
 from reprieve.ranks.group import Ranks
@@ -224,6 +225,28 @@ def test_asked_on_some_workers_only_is_an_error_that_names_the_fix(
     assert errors and all(
         "Call should_checkpoint() on every worker, equally often" in record.message for record in errors
     )
+
+
+def test_a_worker_that_ends_without_a_report_holds_nobody(job: Job) -> None:
+    failures: list[str] = []
+
+    def ending(rank: Rank, step: int) -> None:
+        if rank.reports.should_checkpoint():
+            raise Preempted("a break out of the loop")
+
+    def reporting(rank: Rank, step: int) -> None:
+        if step == 5:
+            rank.reports.request_stop()
+        if rank.reports.should_checkpoint():
+            try:
+                rank.report({"step": step}, "checkpoint")
+            except RankFailed as error:
+                failures.append(str(error))
+                raise Preempted("failed") from error
+
+    job.run(reporting, ending)
+    (failure,) = failures
+    assert "rank 1: RanksError: its training function ended without a report" in failure
 
 
 def test_a_stop_that_the_function_caught_is_raised_again() -> None:
