@@ -54,6 +54,15 @@ class Rank:
         self._barrier.wait()
         self.reported.append((metrics["step"], checkpoint))
 
+    def request_stop(self) -> None:
+        """Request a stop, and wait until this rank takes no step any more that is not agreed on."""
+        self.reports.request_stop()
+        agreement = self.reports._agreement
+        end = time.monotonic() + LIMIT_S
+        while not agreement._alone and agreement._position.generation == 0:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+
     def train(self, loop: Callable[[Rank, int], None]) -> None:
         try:
             for step in range(1, STEPS + 1):
@@ -113,7 +122,7 @@ def document_loop(
 
     def loop(rank: Rank, step: int) -> None:
         if step == stop_at and rank.rank == on:
-            rank.reports.request_stop()
+            rank.request_stop()
         if rank.reports.should_checkpoint():
             rank.true_at.append(step)
             rank.report({"step": step}, "checkpoint" if has_checkpoint(rank) else None)
@@ -164,7 +173,7 @@ def test_a_function_that_never_asks_stops_at_its_next_report_with_a_checkpoint(
 ) -> None:
     def loop(rank: Rank, step: int) -> None:
         if step == 5 and rank.rank == 0:
-            rank.reports.request_stop()
+            rank.request_stop()
         rank.report({"step": step}, "checkpoint" if step % 10 == 0 else None)
 
     job.run(loop)
@@ -179,7 +188,7 @@ def test_a_periodic_report_in_progress_does_not_end_one_worker_alone(job: Job) -
 
     def loop(rank: Rank, step: int) -> None:
         if step == 7 and rank.rank == 1:
-            rank.reports.request_stop()
+            rank.request_stop()
             time.sleep(0.05)
         due = rank.reports.should_checkpoint()
         if due or step % 7 == 0:
@@ -212,7 +221,7 @@ def test_asked_on_some_workers_only_is_an_error_that_names_the_fix(
 
     def asking(rank: Rank, step: int) -> None:
         if step == 5:
-            rank.reports.request_stop()
+            rank.request_stop()
         rank.reports.should_checkpoint()
         rank.report({"step": step})
 
@@ -236,7 +245,7 @@ def test_a_worker_that_ends_without_a_report_holds_nobody(job: Job) -> None:
 
     def reporting(rank: Rank, step: int) -> None:
         if step == 5:
-            rank.reports.request_stop()
+            rank.request_stop()
         if rank.reports.should_checkpoint():
             try:
                 rank.report({"step": step}, "checkpoint")
@@ -255,7 +264,7 @@ def test_a_stop_that_the_function_caught_is_raised_again() -> None:
 
     def loop(rank: Rank, step: int) -> None:
         if step == 3:
-            rank.reports.request_stop()
+            rank.request_stop()
         if rank.reports.should_checkpoint():
             with pytest.raises(Preempted) as first:
                 rank.report({"step": step}, "checkpoint")
@@ -290,7 +299,7 @@ def test_a_session_in_the_function_decides_itself(job: Job) -> None:
     def loop(rank: Rank, step: int) -> None:
         rank.worker.has_session = True
         if step == 5 and rank.rank == 0:
-            rank.reports.request_stop()
+            rank.request_stop()
         assert not rank.reports.should_checkpoint()
         rank.report({"step": step}, "checkpoint")
 
