@@ -13,6 +13,7 @@ from reprieve.progress import publisher
 from tests.support.helpers import FakeClock
 
 SLOW = (
+    "adapters/ray/test_snapshot.py",
     "checkpoint/restore/test_bitflips.py",
     "checkpoint/save/test_property.py",
     "data/test_accelerate_loader.py",
