@@ -32,13 +32,17 @@ class Preempted(SystemExit):
     """The run was stopped, and resumes at its next start. Raised at a boundary, after everything was saved. The process
     exits with 143, so do not catch it; if it is caught, the next boundary raises it again."""
 
-    def __init__(self, reason: str = "", *, step: int | None = None, saved: bool = False) -> None:
+    def __init__(
+        self, reason: str = "", *, step: int | None = None, saved: bool = False, checkpoint: str | None = None
+    ) -> None:
         super().__init__(exit_codes.PREEMPTED)
         self.reason = reason
         self.step = step
         """The last completed step."""
         self.saved = saved
         """Whether that step is in a checkpoint."""
+        self.checkpoint = checkpoint
+        """The path of that checkpoint."""
 
 
 class ProcessExit:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 from reprieve.checkpoint.checkpointer import Checkpointer
+from reprieve.checkpoint.folder import paths
 from reprieve.console import ONE_RANK
 from reprieve.errors import RanksError, ReprieveError
 from reprieve.preemption.process_exit import Preempted, process_exit
@@ -92,7 +93,8 @@ class GracefulShutdown:
         self._leave(stop)
         times["left"] = time.monotonic()
         self._reporter.stopped(step, saved=saved, times=times, **state)
-        return Preempted(stop.reason, step=step, saved=saved)
+        checkpoint = str(paths.checkpoint(self._checkpointer.root, step)) if saved else None
+        return Preempted(stop.reason, step=step, saved=saved, checkpoint=checkpoint)
 
     def _agree_on_deadline(self, stop: StopRequest) -> StopRequest:
         """Return the earliest deadline of all ranks, less the margin, with the reason from outside."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -112,11 +111,15 @@ class Worker:
 
 
 def drain(node: str) -> None:
-    """Drain a node, as an autoscaler does before it takes a spot machine away."""
-    command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--node-id", node]
-    reason = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot", "--deadline-remaining-seconds"]
-    address = ["--address", os.environ.get("RAY_ADDRESS", "")]
-    subprocess.run([*command, *address, *reason, "60"], check=True, capture_output=True)
+    """Drain a node, as `ray drain-node` and an autoscaler do before a spot machine is taken away."""
+    import ray
+    from ray._raylet import GcsClient
+    from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+
+    client = GcsClient(address=ray.get_runtime_context().gcs_address)
+    reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    accepted, message = client.drain_node(node, reason, "spot", round(1000 * (time.time() + 60)))
+    assert accepted, message
 
 
 def batch(step: int, rank: int) -> Any:

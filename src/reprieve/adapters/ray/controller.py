@@ -20,7 +20,7 @@ import ray.util
 from reprieve import exit_codes
 from reprieve.adapters.ray import internals
 from reprieve.adapters.ray.config import ResolvedConfig
-from reprieve.adapters.ray.messages import DRIVER_STOP, PARKED, DriverStop, StoreAddress, stop_key, store_key
+from reprieve.adapters.ray.messages import DRIVER_STOP, PARKED, SAVED, DriverStop, StoreAddress, stop_key, store_key
 from reprieve.adapters.ray.progress import RunProgress
 from reprieve.adapters.ray.run_folder import claim_run_folder
 from reprieve.checkpoint.folder.lease import FolderLease
@@ -47,7 +47,7 @@ class DriverStopped(internals.ControllerError, SystemExit):
         self.code = exit_codes.PREEMPTED
         self.reason = str(controller_failure)
         self.saved = saved
-        """Whether all workers have saved, and none was late."""
+        """Whether the workers have saved at this stop."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.controller_failure, self.saved)
@@ -117,10 +117,10 @@ class RunController:
             return
         remaining_s = stop.remaining_s()
         is_late = remaining_s is not None and remaining_s < 1
-        if is_late or self._parked() >= self._workers:
+        if is_late or int(self._read(PARKED) or 0) >= self._workers:
             if is_late:
                 log.error("not all workers have saved before the deadline of the driver: the run ends now")
-            raise self._stopped(stop, saved=not is_late)
+            raise self._stopped(stop, saved=self._read(SAVED) is not None)
 
     def finished(self) -> None:
         """Training is complete."""
@@ -130,10 +130,11 @@ class RunController:
         self.progress.close(RunState.STOPPED, stop.reason)
         return DriverStopped(RuntimeError(stop.reason), saved=saved)
 
-    def _parked(self) -> int:
+    def _read(self, key: str) -> bytes | None:
+        """Read a key of the current generation."""
         with contextlib.suppress(ReprieveError):
-            return int(self._store.get(f"{self._generation}/{PARKED}") or 0)
-        return 0
+            return self._store.get(f"{self._generation}/{key}")
+        return None
 
     def _wait_for_driver(self) -> None:
         with contextlib.suppress(ReprieveError):

@@ -30,7 +30,7 @@ from reprieve.adapters.ray.controller import DriverStopped
 from reprieve.adapters.ray.launcher_reports import LauncherReports
 from reprieve.adapters.ray.messages import DRIVER_STOP, DriverStop, StoreAddress, stop_key, store_key
 from reprieve.console import show_logs
-from reprieve.errors import ConfigError, ReprieveError
+from reprieve.errors import ConfigError, ReprieveError, is_permanent
 from reprieve.preemption.process_exit import Preempted, process_exit
 from reprieve.preemption.stop_listener import StopListener
 from reprieve.ranks.store import Store, prefixed
@@ -51,7 +51,9 @@ _DEFAULT_NAME = re.compile(r"ray_train_run-\d{4}-\d\d-\d\d_")
 
 def protect(trainer: T, config: JITCheckpointConfig | None = None) -> T:
     """Protect a trainer that has a plain `RunConfig`; return it."""
-    add_callback(trainer.run_config, config or JITCheckpointConfig(enabled=True))  # type: ignore[attr-defined]
+    config = config or JITCheckpointConfig(enabled=True)
+    if config.enabled:
+        add_callback(trainer.run_config, config)  # type: ignore[attr-defined]
     return trainer
 
 
@@ -149,6 +151,8 @@ class DriverGuard:
         if error is None:
             self._reports.finished()
         self._reports.close()
+        if isinstance(error, internals.ControllerError) and is_permanent(error.controller_failure):
+            raise error.controller_failure from error  # no restart helps: exit code 42
 
     def _report_stop(self) -> None:
         if self._reports is not None and self._stop_listener.stop is not None:

@@ -166,10 +166,12 @@ class HeldPreemption(PreemptionContext):
         if info is None:
             return
         # With relaxed collectives, Ray commits without the ranks that are named here: that checkpoint is not whole.
-        self._info = info if self._names_ranks else replace(info, preempted_node_to_ranks={})
+        self._info = replace(
+            info,
+            preempted_node_to_ranks=info.preempted_node_to_ranks if self._names_ranks else {},
+            deadline_ms=info.deadline_ms or _now_ms() + _FAR_MS,
+        )
         self._on_drain(info.deadline_ms / 1000 if info.deadline_ms else None)
-        if info.deadline_ms is None:
-            self._info = replace(self._info, deadline_ms=_now_ms() + _FAR_MS)
 
     def hold(self) -> None:
         """Tell the controller that a stop is in progress, without a deadline."""

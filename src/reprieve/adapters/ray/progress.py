@@ -32,7 +32,8 @@ PROGRESS = "progress"
 """The key of the latest progress, as JSON: in the store of a generation by rank 0, in that of the run by the
 controller."""
 _POLL_S = 0.5
-_STEP_NAMES = ("step", "global_step", "training_iteration")
+STEP_NAMES = ("step", "global_step", "training_iteration", "epoch")
+"""How reports name the step, by preference."""
 
 
 class ForwardingSink:
@@ -84,7 +85,7 @@ class RunProgress:
         self._reports += 1
         self._override = None
         numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
-        step = next((numbers[name] for name in _STEP_NAMES if name in numbers), self._reports)
+        step = next((numbers[name] for name in STEP_NAMES if name in numbers), self._reports)
         self._from_reports.step(int(step), numbers.get("epoch"))
         self._from_reports.metrics(numbers)
         if checkpoint is not None:

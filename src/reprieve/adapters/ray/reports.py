@@ -16,6 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from reprieve.adapters.ray import internals
+from reprieve.adapters.ray.progress import STEP_NAMES
 from reprieve.errors import RankFailed, RanksError
 from reprieve.preemption.process_exit import Preempted
 from reprieve.preemption.stop_listener import ANOTHER_RANK
@@ -51,7 +52,8 @@ class ReportedCheckpoints:
         """`should_checkpoint` has returned true."""
         self._warned = False
         self._stopped: Preempted | None = None
-        self._reports = 0
+        self._last_step = 0
+        """The step of the last report, or its number."""
         self.committed: str | None = None
         """The path of the checkpoint that ended the function."""
         self._agreement = StepAgreement(ranks, completed=0, on_stop=lambda: worker.request_stop(ANOTHER_RANK))
@@ -64,6 +66,7 @@ class ReportedCheckpoints:
         """The function has ended."""
         self._agreement.finish()
         if self._due and self._stopped is None:
+            log.warning("%s", _RETURNED)
             with contextlib.suppress(RanksError):  # the others must not wait for it in their report
                 self._ranks.agree("last report", _raise_ended)
 
@@ -82,7 +85,7 @@ class ReportedCheckpoints:
         def report(metrics: dict[str, Any], checkpoint: Any = None, *args: Any, **kwargs: Any) -> None:
             if self._stopped is not None:
                 raise self._stopped
-            self._reports += 1
+            self._last_step = next((metrics[name] for name in STEP_NAMES if name in metrics), self._last_step + 1)
             if self._worker.has_session:
                 original(metrics, checkpoint, *args, **kwargs)
                 return
@@ -132,15 +135,14 @@ class ReportedCheckpoints:
         except RankFailed as error:
             log.error("the checkpoint is not committed: %s", error)
             saved = False
-        return Preempted(reason, saved=saved)
+        return Preempted(reason, step=self._last_step, saved=saved, checkpoint=self.committed)
 
     def _wait_until_committed(self) -> bool:
         while True:
             stop = self._worker.stop
             remaining_s = stop.remaining_s() if stop is not None else None
             if remaining_s is not None and remaining_s <= 0:
-                log.error("Ray has not committed the checkpoint before the deadline: the next start resumes from the "
-                          "one before")  # fmt: skip
+                log.error("%s", _NOT_COMMITTED)
                 return False
             began = time.monotonic()
             path = internals.reported_checkpoint()
@@ -155,11 +157,16 @@ def _raise_ended() -> bool:
     raise RanksError("its training function ended without a report after should_checkpoint() was true")
 
 
+_NOT_COMMITTED = "Ray has not committed the checkpoint before the deadline: the next start resumes from the one before"
 _NOTHING_REPORTED = (
     "should_checkpoint() was true, and no worker reported a checkpoint: nothing is saved yet. Training continues until "
     "the next report with one, or until the deadline"
 )
+_RETURNED = (
+    "the training function ended without a report after should_checkpoint() was true. If it returned, Ray takes the "
+    "run for finished: report a checkpoint instead"
+)
 _NEVER_CALLED = (
-    "this training function does not save when it is told to stop: it continues until it reports a checkpoint, or "
-    "until the deadline. Save where reprieve.ray.should_checkpoint() is true, or use reprieve.ray.Run"
+    "this training function does not save at a stop request: it continues until it reports a checkpoint, or until the "
+    "deadline. Save where reprieve.ray.should_checkpoint() is true, or use reprieve.ray.Run"
 )

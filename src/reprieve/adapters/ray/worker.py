@@ -32,7 +32,7 @@ from reprieve.adapters.ray import internals
 from reprieve.adapters.ray.all_trainers import protect_transformers
 from reprieve.adapters.ray.config import ResolvedConfig
 from reprieve.adapters.ray.controller import generation_store
-from reprieve.adapters.ray.messages import DRIVER_STOP, PARKED, DriverStop, StoreAddress
+from reprieve.adapters.ray.messages import DRIVER_STOP, PARKED, SAVED, DriverStop, StoreAddress
 from reprieve.adapters.ray.progress import ForwardingSink
 from reprieve.adapters.ray.reports import ReportedCheckpoints
 from reprieve.console import ONE_RANK, show_logs
@@ -216,30 +216,27 @@ class RayWorker:
 
         @functools.wraps(target)
         def run() -> Any:
-            step: int | None = None
-            saved = False
             try:
                 return target()
             except Preempted as stopped:
-                step, saved = stopped.step, stopped.saved
+                step, checkpoint = stopped.step, stopped.checkpoint if stopped.saved else None
             finally:
                 self.reports.finish()
             # Outside the except block: its traceback holds the frames of the function, and with them the model.
-            self._leave(step, saved)
+            self._leave(step, checkpoint)
             while True:
                 threading.Event().wait()
 
         return run
 
-    def _leave(self, step: int | None, saved: bool) -> None:
-        if self._rank == 0 and saved:
-            where = f": {self.reports.committed}" if self.reports.committed else ""
-            log.warning(
-                "JIT checkpoint completed in %.1fs%s%s",
-                time.monotonic() - (self._began or time.monotonic()),
-                f", at step {step}" if step is not None else "",
-                where,
-            )
+    def _leave(self, step: int | None, checkpoint: str | None) -> None:
+        """Hand the process back. `checkpoint`: where the step is saved."""
+        if checkpoint is not None:
+            with contextlib.suppress(ReprieveError):
+                self._store.client().set(SAVED, checkpoint.encode())
+            if self._rank == 0:
+                took_s = time.monotonic() - self._began if self._began else 0.0
+                log.warning("JIT checkpoint completed in %.1fs: step %s, %s", took_s, step, checkpoint)
         self.hand_back()
 
 
