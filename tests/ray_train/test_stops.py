@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import random
+import signal
+import time
 from typing import Any
 
 import pytest
 
 from tests.support.jobs.ray_job import MOMENTS, TARGETS
-from tests.support.pairwise import covering
-from tests.support.ray_lab import RayLab
+from tests.support.ray_lab import RayLab, undisturbed_losses
 
 pytestmark = pytest.mark.timeout(600)
 
+WAYS = ("should_checkpoint", "run")
 APART = 4
 """Steps between two disruptions."""
-
-CASES = covering([TARGETS, MOMENTS, (2, 4), ("should_checkpoint", "run")])
-"""Every two choices meet."""
 
 
 def chain(cases: list[tuple[str, str]]) -> tuple[list[dict[str, Any]], int]:
@@ -51,12 +53,49 @@ def run_chain(lab: RayLab, cases: list[tuple[str, str]], *, workers: int, way: s
     assert lab.failures_counted() == 0
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_survives_every_stop(lab: RayLab, way: str) -> None:
+    """Everyone who may be stopped, and every moment, one after the other in one run without a failure to spare."""
+    shift = 2 * WAYS.index(way)
+    moments = MOMENTS[shift:] + MOMENTS[:shift]
+    run_chain(lab, list(zip(TARGETS, moments, strict=True)), workers=2, way=way)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("workers", [2, 4])
-@pytest.mark.parametrize("way", ["should_checkpoint", "run"])
-def test_a_run_survives_every_stop(lab: RayLab, way: str, workers: int) -> None:
-    """{who is stopped} × {when}, chosen pairwise: one run after the other, without a failure to spare."""
-    cases = [(target, moment) for target, moment, at_workers, by in CASES if (at_workers, by) == (workers, way)]
-    last_steps = [case for case in cases if case[1] == "last step"]
-    run_chain(lab, [case for case in cases if case not in last_steps[1:]], workers=workers, way=way)
-    for number, case in enumerate(last_steps[1:]):
-        run_chain(lab.another(f"last-{number}"), [case], workers=workers, way=way)
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_whole_matrix(soak: None, lab: RayLab, way: str, moment: str, workers: int) -> None:
+    if moment != "last step":
+        run_chain(lab, [(target, moment) for target in TARGETS], workers=workers, way=way)
+        return
+    for number, target in enumerate(TARGETS):
+        run_chain(lab.another(str(number)), [(target, moment)], workers=workers, way=way)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("way", WAYS)
+def test_stops_at_random_moments(soak: None, lab: RayLab, way: str, seed: int) -> None:
+    """From 0 to 4 s after the first process of a generation is there: start-up, steps, saves. Nothing hangs."""
+    chance = random.Random(seed)
+    stops, steps, workers = int(os.environ.get("REPRIEVE_RAY_STOPS", "32")), 4000, 2
+    driver = lab.start(way=way, steps=steps, step_s=0.02, every=7, workers=workers)
+    seen: set[int] = set()
+    for number in range(stops):
+        lab.until(lambda: lab.live_workers() - seen or driver.poll() is not None, f"generation {number + 1}")
+        assert driver.poll() is None, lab.output()[-6000:]
+        time.sleep(chance.uniform(0, 4))
+        targets = sorted(lab.live_workers() - seen)
+        seen.update(lab.live_workers())
+        for pid in chance.sample(targets, chance.randint(1, len(targets))) if targets else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+    os.kill(driver.pid, signal.SIGTERM)
+    assert lab.wait(driver).code == 143, lab.output()[-6000:]
+    done = [lab.steps(rank) for rank in range(workers)]
+    assert done == [list(range(len(done[0])))] * workers, "every step once, in order, on all workers"
+    assert lab.losses() == list(undisturbed_losses(len(done[0]), workers)[0])
+    assert lab.failures_counted() == 0

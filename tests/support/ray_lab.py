@@ -101,6 +101,16 @@ class RayLab:
     def pid(self, rank: int | str) -> int:
         return int((self.folder / f"pid-{rank}").read_text())
 
+    def live_workers(self) -> set[int]:
+        """The worker processes of this run that have entered the training function."""
+        found = set()
+        for path in self.folder.glob("pid-[0-9]*"):
+            with contextlib.suppress(ValueError, OSError):
+                pid = int(path.read_text())
+                if b"RayTrainWorker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found.add(pid)
+        return found
+
     def result(self) -> dict[str, Any]:
         return dict(json.loads((self.folder / "result").read_text()))
 
