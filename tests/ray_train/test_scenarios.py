@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -42,7 +43,10 @@ def test_the_example_of_the_proposal_runs_as_it_is(lab: RayLab, line: bool) -> N
     ]
     driver = lab.start_command(command)
     lab.until(lambda: any(3 in each for each in epochs(lab.folder)), "epoch 3")
-    listed = subprocess.run("ps aux | grep ray::RayTrainWorker", shell=True, capture_output=True, text=True).stdout
+    terminal = {**os.environ, "COLUMNS": "200"}
+    listed = subprocess.run(
+        "ps aux | grep ray::RayTrainWorker", shell=True, env=terminal, capture_output=True, text=True
+    ).stdout
     own = next(row.split()[2] for row in (lab.folder / "epochs-1").read_text().splitlines() if row.startswith("start"))
     assert own in [row.split()[1] for row in listed.splitlines()], listed
     subprocess.run(["kill", "-TERM", own], check=True)

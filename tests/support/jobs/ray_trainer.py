@@ -44,7 +44,7 @@ def train_func(config: dict[str, Any]) -> None:
                     print(json.dumps([state.global_step, logs["loss"]]), file=file)
 
     arguments = TrainingArguments(
-        output_dir=str(folder / "output"),
+        output_dir=str(folder / "model"),
         max_steps=config["steps"],
         per_device_train_batch_size=4,
         logging_steps=1,

@@ -42,15 +42,15 @@ class DriverStopped(internals.ControllerError, SystemExit):
     Ray keeps a `ControllerError` as it is on its way to the driver, where a `SystemExit` exits with its code.
     """
 
-    def __init__(self, controller_failure: Exception, saved: bool = False) -> None:
+    def __init__(self, controller_failure: Exception, saved_step: int | None = None) -> None:
         super().__init__(controller_failure)
         self.code = exit_codes.PREEMPTED
         self.reason = str(controller_failure)
-        self.saved = saved
-        """Whether the workers have saved at this stop."""
+        self.saved_step = saved_step
+        """The last step, if the workers have saved it at this stop."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.controller_failure, self.saved)
+        return type(self), (self.controller_failure, self.saved_step)
 
 
 class RunController:
@@ -108,7 +108,7 @@ class RunController:
     def raise_if_nothing_to_save(self) -> None:
         """End the run if the driver must stop. Only while no worker trains."""
         if self._driver_stop is not None:
-            raise self._stopped(self._driver_stop, saved=False)
+            raise self._stopped(self._driver_stop)
 
     def polled(self) -> None:
         """After each poll of the workers: end the run once the driver must stop and all workers are ready for it."""
@@ -120,15 +120,16 @@ class RunController:
         if is_late or int(self._read(PARKED) or 0) >= self._workers:
             if is_late:
                 log.error("not all workers have saved before the deadline of the driver: the run ends now")
-            raise self._stopped(stop, saved=self._read(SAVED) is not None)
+            saved = self._read(SAVED)
+            raise self._stopped(stop, saved_step=None if saved is None else int(saved))
 
     def finished(self) -> None:
         """Training is complete."""
         self.progress.close(RunState.FINISHED)
 
-    def _stopped(self, stop: DriverStop, *, saved: bool) -> DriverStopped:
+    def _stopped(self, stop: DriverStop, *, saved_step: int | None = None) -> DriverStopped:
         self.progress.close(RunState.STOPPED, stop.reason)
-        return DriverStopped(RuntimeError(stop.reason), saved=saved)
+        return DriverStopped(RuntimeError(stop.reason), saved_step)
 
     def _read(self, key: str) -> bytes | None:
         """Read a key of the current generation."""

@@ -145,9 +145,10 @@ class DriverGuard:
         self._stop_listener.close()
         assert self._reports is not None
         if isinstance(error, DriverStopped):
-            self._reports.stopped(saved=error.saved)
+            self._reports.stopped(error.saved_step)
             process_exit.schedule(_EXIT_S)
-            raise Preempted(stop.reason if stop is not None else error.reason, saved=error.saved) from None
+            reason = stop.reason if stop is not None else error.reason
+            raise Preempted(reason, step=error.saved_step, saved=error.saved_step is not None) from None
         if error is None:
             self._reports.finished()
         self._reports.close()

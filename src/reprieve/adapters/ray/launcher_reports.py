@@ -40,11 +40,13 @@ class LauncherReports:
         self._stop_at = time.monotonic()
         self._reporter.send(launcher_protocol.Stopping(reason=reason, step=self._step))
 
-    def stopped(self, *, saved: bool) -> None:
+    def stopped(self, saved_step: int | None) -> None:
+        """`saved_step`: the last step, if it is saved."""
         self._ended.set()
         now = time.monotonic()
         times = {"signal": self._stop_at or now, "agreed": now, "durable": now, "left": now}
-        self._reporter.send(launcher_protocol.Stopped(step=self._step, saved=saved, times=times))
+        step = self._step if saved_step is None else saved_step
+        self._reporter.send(launcher_protocol.Stopped(step=step, saved=saved_step is not None, times=times))
 
     def finished(self) -> None:
         self._ended.set()

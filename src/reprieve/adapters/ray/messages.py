@@ -10,7 +10,7 @@ from dataclasses import dataclass
 PARKED = "parked"
 """A counter in the store of a generation: the workers that have handed their process back."""
 SAVED = "saved"
-"""A key in the store of a generation: the path of the checkpoint that its workers have saved at their stop."""
+"""A key in the store of a generation: the last step, in digits, if its workers have saved it at their stop."""
 DRIVER_STOP = "stop"
 """The key of a `DriverStop` in the store."""
 

@@ -233,7 +233,7 @@ class RayWorker:
         """Hand the process back. `checkpoint`: where the step is saved."""
         if checkpoint is not None:
             with contextlib.suppress(ReprieveError):
-                self._store.client().set(SAVED, checkpoint.encode())
+                self._store.client().set(SAVED, str(step or 0).encode())
             if self._rank == 0:
                 took_s = time.monotonic() - self._began if self._began else 0.0
                 log.warning("JIT checkpoint completed in %.1fs: step %s, %s", took_s, step, checkpoint)
