@@ -6,6 +6,7 @@ python -m benchmarks --only ranks,dcp,step        several ranks; DCP with Reprie
 python -m benchmarks --only stop                  SIGTERM, and what a step costs: about 4 minutes
 python -m benchmarks --only launch                what the launcher costs, and how soon a resumed run trains
 python -m benchmarks --only hf                    what a step of a protected transformers.Trainer costs
+python -m benchmarks --only ray                   stops of a run on Ray, with Reprieve and without: about 3 minutes
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks import common_step, dcp, disk, engine, hf_hooks, launch, peers, ranks, results, stop
+from benchmarks import common_step, dcp, disk, engine, hf_hooks, launch, peers, ranks, ray_train, results, stop
 from benchmarks.measure import Job, Times, can_drop_caches, measure
 from benchmarks.memory import OURS, extra_mib
 from benchmarks.state import TrainingState, shape_of
@@ -142,7 +143,14 @@ def _hf(_folder: Path, _options: argparse.Namespace) -> dict[str, float]:
     return found
 
 
-PARTS = {"ranks": _ranks, "dcp": _dcp, "step": _step, "stop": _stop, "launch": _launch, "hf": _hf}
+def _ray(folder: Path, _options: argparse.Namespace) -> dict[str, float]:
+    print("ray: stops of a worker, with Reprieve and without", file=sys.stderr)
+    found = ray_train.figures(folder)
+    ray_train.show(found)
+    return found
+
+
+PARTS = {"ranks": _ranks, "dcp": _dcp, "step": _step, "stop": _stop, "launch": _launch, "hf": _hf, "ray": _ray}
 """The figures that are measured in separate processes."""
 
 

@@ -65,6 +65,8 @@ class RunController:
         self._generation = 0
         self._workers = 0
         self._driver_stop: DriverStop | None = None
+        self._saved_step: int | None = None
+        """The step at which the workers have last saved at a stop."""
         self._lease: FolderLease | None = None
         secret = secrets.token_hex(16)
         self._server = TorchStore.serve(ray.util.get_node_ip_address())
@@ -99,6 +101,7 @@ class RunController:
 
     def begin_generation(self, workers: int) -> int:
         """Return the number of the generation that starts now."""
+        self._read_saved_step()
         self.raise_if_nothing_to_save()
         self._generation += 1
         self._workers = workers
@@ -120,16 +123,20 @@ class RunController:
         if is_late or int(self._read(PARKED) or 0) >= self._workers:
             if is_late:
                 log.error("not all workers have saved before the deadline of the driver: the run ends now")
-            saved = self._read(SAVED)
-            raise self._stopped(stop, saved_step=None if saved is None else int(saved))
+            self._read_saved_step()
+            raise self._stopped(stop)
 
     def finished(self) -> None:
         """Training is complete."""
         self.progress.close(RunState.FINISHED)
 
-    def _stopped(self, stop: DriverStop, *, saved_step: int | None = None) -> DriverStopped:
+    def _stopped(self, stop: DriverStop) -> DriverStopped:
         self.progress.close(RunState.STOPPED, stop.reason)
-        return DriverStopped(RuntimeError(stop.reason), saved_step)
+        return DriverStopped(RuntimeError(stop.reason), self._saved_step)
+
+    def _read_saved_step(self) -> None:
+        if (saved := self._read(SAVED)) is not None:
+            self._saved_step = int(saved)
 
     def _read(self, key: str) -> bytes | None:
         """Read a key of the current generation."""

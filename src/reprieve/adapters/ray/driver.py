@@ -13,13 +13,13 @@ The same name and storage path resume the run.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
 import re
 import threading
 import time
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
@@ -30,7 +30,7 @@ from reprieve.adapters.ray.controller import DriverStopped
 from reprieve.adapters.ray.launcher_reports import LauncherReports
 from reprieve.adapters.ray.messages import DRIVER_STOP, DriverStop, StoreAddress, stop_key, store_key
 from reprieve.console import show_logs
-from reprieve.errors import ConfigError, ReprieveError, is_permanent
+from reprieve.errors import ConfigError, is_permanent
 from reprieve.preemption.process_exit import Preempted, process_exit
 from reprieve.preemption.stop_listener import StopListener
 from reprieve.ranks.store import Store, prefixed
@@ -46,6 +46,7 @@ T = TypeVar("T")
 _EXIT_S = 30.0
 """How long the driver may take to exit after `fit()`: shutting down a local cluster takes up to 12 s."""
 _POLL_S = 0.1
+_CONNECT_LIMIT = timedelta(seconds=5)
 _DEFAULT_NAME = re.compile(r"ray_train_run-\d{4}-\d\d-\d\d_")
 
 
@@ -167,18 +168,22 @@ class DriverGuard:
         if remaining_s is not None:
             process_exit.schedule(remaining_s - 0.5, why="the grace period is over:", decided=False)
         message = DriverStop(reason=stop.reason, deadline=None if remaining_s is None else time.time() + remaining_s)
-        # A controller that is only just starting sees this one; it publishes its store before it looks.
-        internals.put_key(stop_key(self._run_id), message.to_json())
-        with contextlib.suppress(ReprieveError):
+        try:
+            # A controller that is only just starting sees this one; it publishes its store before it looks.
+            internals.put_key(stop_key(self._run_id), message.to_json())
             while (store := self._connect()) is None:
                 if self._ended.wait(_POLL_S):
                     return
             store.set(DRIVER_STOP, message.to_json())
             store.close()
+        except Exception as error:  # noqa: BLE001 - whatever it is, this process must end
+            if not self._ended.is_set():
+                log.warning("the controller of this run cannot be reached, so nothing is saved: %s", error)
+                process_exit.exit_now()
 
     def _connect(self) -> Store | None:
         """Return the store of the run, or None where the controller does not serve it yet."""
         if (data := internals.get_key(store_key(self._run_id))) is None:
             return None
         address = StoreAddress.from_json(data)
-        return prefixed(TorchStore(address.host, address.port), address.secret)
+        return prefixed(TorchStore(address.host, address.port, limit=_CONNECT_LIMIT), address.secret)

@@ -50,6 +50,7 @@ def _text(version: tuple[int, int]) -> str:
 check_version()
 
 from ray.train.v2._internal.constants import (  # noqa: E402 - only in versions that were tested
+    CHECKPOINT_MANAGER_SNAPSHOT_FILENAME,
     HEALTH_CHECK_INTERVAL_S_ENV_VAR,
     PREEMPTION_POLL_INTERVAL_S_ENV_VAR,
 )
@@ -72,6 +73,7 @@ from ray.train.v2.api.preemption import PreemptionInfo  # noqa: E402
 from ray.train.v2.api.report_config import CheckpointConsistencyMode  # noqa: E402
 
 __all__ = [
+    "CHECKPOINT_MANAGER_SNAPSHOT_FILENAME",
     "CheckpointManager",
     "ControllerCallback",
     "ControllerError",

@@ -15,7 +15,9 @@ from ray.train import Checkpoint, CheckpointUploadMode
 
 from reprieve.adapters.loop import run as loop
 from reprieve.adapters.ray import internals
+from reprieve.adapters.ray.snapshot import named_checkpoints
 from reprieve.adapters.ray.worker import CHECKPOINT_FOLDER
+from reprieve.checkpoint.folder import paths
 from reprieve.errors import ConfigError
 
 
@@ -37,6 +39,9 @@ class Run(loop.Run):
                 "leave it out to use Ray's folder of the run"
             )
         super().__init__(uri, **options)
+        if context.folder is not None:  # an earlier end of this run, which was told to train on
+            named = (paths.step_of(path) for path in named_checkpoints(context.folder))
+            self._checkpointer.pin(*(step for step in named if step is not None))
 
     def finish(self) -> None:
         was_open = not self._session.closed
@@ -48,5 +53,5 @@ class Run(loop.Run):
     def _finished_checkpoint(self) -> Path | None:
         """Return the last checkpoint, if Ray can manage it: it is in its folder."""
         folder = internals.worker_context().folder
-        path = self._checkpointer.root / f"checkpoint-{self.steps}"
+        path = paths.checkpoint(self._checkpointer.root, self.steps)
         return path if folder is not None and path.is_relative_to(folder.resolve()) and path.exists() else None

@@ -13,7 +13,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from reprieve.adapters.ray.internals import CheckpointManager
+from reprieve.adapters.ray.internals import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME, CheckpointManager
 from reprieve.storage.disk import Disk
 
 log = logging.getLogger("reprieve")
@@ -70,6 +70,15 @@ def repair(storage: Any) -> None:
         log.error("%s %s, and its copy %s: Ray refuses to use this folder", path, problem, problem_of_copy)
     elif problem_of_copy != _MISSING:
         log.warning("%s %s, and its copy %s: Ray starts this run over", path, problem, problem_of_copy)
+
+
+def named_checkpoints(run_folder: Path) -> list[Path]:
+    """Return the checkpoints that the snapshot of a run names. They must stay where they are."""
+    try:
+        state = json.loads((run_folder / CHECKPOINT_MANAGER_SNAPSHOT_FILENAME).read_bytes())
+    except (OSError, ValueError):
+        return []
+    return [run_folder / result["checkpoint_dir_name"] for result in state.get("checkpoint_results", ())]
 
 
 _MISSING = "is missing"

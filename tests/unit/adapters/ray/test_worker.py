@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 import time
 import weakref
@@ -178,7 +179,7 @@ def test_a_stop_parks_the_thread_frees_the_model_and_hands_the_process_back(
         model = Model()
         held.append(weakref.ref(model))
         try:
-            raise Preempted("SIGTERM", step=7, saved=True)
+            raise Preempted("SIGTERM", step=7, saved=True, checkpoint="/run/checkpoint-7")
         finally:
             cleaned.append("finally ran")
 
@@ -187,7 +188,10 @@ def test_a_stop_parks_the_thread_frees_the_model_and_hands_the_process_back(
     assert thread.is_alive() and cleaned == ["finally ran"] and lab.parked() == 1
     gc.collect()
     assert held[0]() is None, "the model is kept alive"
-    assert any(message.startswith("JIT checkpoint completed in ") for message in caplog.messages)
+    assert any(
+        re.fullmatch(r"JIT checkpoint completed in [0-9.]+s: step 7, /run/checkpoint-7", message)
+        for message in caplog.messages
+    )
     assert "at step 7" in caplog.text
 
 
@@ -210,7 +214,7 @@ def test_a_stopped_driver_restarts_no_group(make: Callable[..., Lab]) -> None:
     lab.stopped()
 
     def train() -> None:
-        raise Preempted("SIGTERM to the driver", saved=True)
+        raise Preempted("SIGTERM to the driver", step=7, saved=True, checkpoint="/run/checkpoint-7")
 
     lab.run(train)
     end = time.monotonic() + SOON_S
