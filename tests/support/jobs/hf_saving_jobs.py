@@ -70,6 +70,16 @@ def train_and_push(job: HfJob, endpoint: str) -> None:
     trainer = make(job)
     with open(os.devnull, "w") as trainer.losses:
         protect(trainer, notices="off")
+        push = trainer._push_from_checkpoint
+
+        def push_after_the_last(*args: Any, **kwargs: Any) -> None:
+            # transformers copies the model into output_dir while it may still upload the one before from there: that
+            # upload fails then, and nobody hears of it.
+            if getattr(trainer, "push_in_progress", None) is not None:
+                trainer.push_in_progress.wait_until_done()
+            push(*args, **kwargs)
+
+        trainer._push_from_checkpoint = push_after_the_last
         trainer.train()
         trainer.push_to_hub()
 
