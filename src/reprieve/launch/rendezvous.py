@@ -45,7 +45,7 @@ class StaticRendezvous:
         return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
     def _knows_this_node(self, address: str) -> bool:
-        # The key is of torch 2.6 to 2.13 (elastic/agent/server/api.py). In other versions nothing is found.
+        # A private key of torch (elastic/agent/server/api.py), as of 2.13. Where it differs, nothing is found.
         try:
             store = TorchStore(address, self.port, limit=_PROBE_LIMIT, retry=False)
             with contextlib.closing(store):
