@@ -14,6 +14,7 @@ from pathlib import Path
 
 from reprieve.checkpoint.folder.lease import FolderLease, acquire, read_record
 from reprieve.checkpoint.folder.paths import LEASE_FOLDER
+from reprieve.checkpoint.folder.startup import make_root
 from reprieve.clock import Clock, SystemClock
 from reprieve.errors import FolderInUse
 from reprieve.storage.disk import Disk
@@ -30,15 +31,15 @@ _RETRY_S = 0.5
 
 def claim_run_folder(folder: Path, *, clock: Clock | None = None) -> FolderLease | None:
     """Claim Ray's folder of a run for this controller. None: the folder cannot hold a lease, and nobody is refused."""
-    clock = clock or SystemClock()
+    clock, disk = clock or SystemClock(), Disk()
     run = uuid.uuid4().hex
     root = folder / FOLDER
     give_up_at = clock.monotonic() + _WAIT.total_seconds()
     logged = False
     while True:
         try:
-            root.mkdir(parents=True, exist_ok=True)
-            return acquire(Disk(), root, run, wait=timedelta(0), clock=clock)
+            make_root(disk, root)
+            return acquire(disk, root, run, wait=timedelta(0), clock=clock)
         except FolderInUse as error:
             holder = _holder(root)
             if clock.monotonic() >= give_up_at:
