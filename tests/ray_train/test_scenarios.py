@@ -53,7 +53,7 @@ def test_the_example_of_the_proposal_runs_as_it_is(lab: RayLab, line: bool) -> N
     ended = lab.wait(driver)
     assert ended.code == 0, str(ended)
     first, second = epochs(lab.folder)
-    assert second[-1] == 23 and first[0] == 0
+    assert second[-1] == 59 and first[0] == 0
     assert second[0] == first[-1] + 1, "nothing is lost"
     assert line or first[-1] % 10 == 0, "without the line, it stops at its own next checkpoint"
     assert "SIGTERM received, initiating JIT checkpoint in 3.0s" in ended.output

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+import uuid
 from typing import Any
 
 import pytest
@@ -34,15 +35,15 @@ def chain(cases: list[tuple[str, str]]) -> tuple[list[dict[str, Any]], int]:
 
 def run_chain(lab: RayLab, cases: list[tuple[str, str]], *, workers: int, way: str) -> None:
     plan, steps = chain(cases)
-    for entry in plan:
-        if entry["target"] == "drain":
-            lab.add_node()
-    placement = "SPREAD" if any(entry["target"] == "drain" for entry in plan) else "PACK"
+    drains = sum(entry["target"] == "drain" for entry in plan)
+    resource = f"room-{lab.folder.name}-{uuid.uuid4().hex[:8]}" if drains else None
+    for _ in range(workers + drains if resource else 0):
+        lab.add_node(str(resource))
     # In its last step, a run may finish before its workers have agreed to stop.
     may_finish = plan[-1]["at"] == "last step"
     drivers = [entry for entry in plan if entry["target"] == "driver"]
     for number in range(len(drivers) + 1):
-        ended = lab.run(way=way, steps=steps, workers=workers, plan=plan, every=APART, placement=placement)
+        ended = lab.run(way=way, steps=steps, workers=workers, plan=plan, every=APART, resource=resource)
         if ended.code == 0:
             break
         assert ended.code == 143, f"driver {number + 1}, starts {lab.starts()}: {ended}"

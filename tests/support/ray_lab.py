@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -131,8 +132,9 @@ class RayLab:
             assert self.losses(rank) == expected[rank], f"rank {rank}: the losses differ"
 
     def failures_counted(self) -> int:
-        """How often Ray counted a failure of a worker."""
-        return self.output().count("Source: worker group")
+        """How often Ray counted a failure of a worker: the number in its last message about one."""
+        counts = re.findall(r"Source: worker group\n.*Error count: (\d+)", self.output())
+        return max(map(int, counts), default=0)
 
     def undone(self, plan: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The disruptions that did not happen."""
@@ -146,10 +148,12 @@ class RayLab:
         self._others.append(lab)
         return lab
 
-    def add_node(self, cpus: int = 4) -> None:
-        """Add a node to the cluster, which a test may drain."""
+    def add_node(self, resource: str) -> None:
+        """Add a node to the cluster, which a test may drain. It has room for one worker that needs this resource, and
+        for nothing else: the runs of other tests stay away."""
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--address", self.env["RAY_ADDRESS"]]
-        options = ["--node-ip-address", HOST, "--num-cpus", str(cpus), "--block", "--disable-usage-stats"]
+        room = ["--num-cpus", "0", "--resources", json.dumps({resource: 1})]
+        options = ["--node-ip-address", HOST, *room, "--block", "--disable-usage-stats"]
         path = self.folder / f"node-{len(self._nodes)}.log"
         with path.open("wb") as log:
             node = subprocess.Popen([*command, *options], env=self.env, stdout=log, stderr=log, start_new_session=True)

@@ -40,7 +40,8 @@ class RayOptions:
     preemption_grace_s: float = 0.0
     save_s: float = 0.0
     """How long a save takes at least."""
-    placement: str = "PACK"
+    resource: str | None = None
+    """What each worker needs, instead of a CPU."""
     plain: bool = False
     """Without Reprieve: what Ray itself does."""
 
@@ -245,7 +246,9 @@ def trainer_of(options: RayOptions) -> Any:
     return kind(
         engine_saves if options.way == "run" else own_saves,
         train_loop_config=options,
-        scaling_config=ScalingConfig(num_workers=options.workers, placement_strategy=options.placement),
+        scaling_config=ScalingConfig(
+            num_workers=options.workers, resources_per_worker={options.resource: 1} if options.resource else None
+        ),
         run_config=run_config,
     )
 
