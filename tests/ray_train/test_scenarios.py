@@ -38,7 +38,7 @@ def test_the_example_of_the_proposal_runs_as_it_is(lab: RayLab, line: bool) -> N
         "-m",
         "tests.support.jobs.ray_document",
         str(lab.folder),
-        "24",
+        "60",
         *(["LINE"] if line else []),
     ]
     driver = lab.start_command(command)
