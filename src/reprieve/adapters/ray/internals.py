@@ -20,7 +20,7 @@ from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 from reprieve.errors import ConfigError
 
 OLDEST, NEWEST = (2, 58), (2, 60)
-"""The first and the last minor version of Ray that the tests run on (`make test-ray`)."""
+"""The first and the last minor version of Ray that has all names below. The tests run on the last (`make test-ray`)."""
 TRY_UNTESTED = "REPRIEVE_UNTESTED_RAY"
 """The environment variable that allows other versions."""
 
