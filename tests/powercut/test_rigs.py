@@ -146,6 +146,31 @@ def test_a_process_that_writes_through_the_old_mount_does_not_reach_the_new_one(
         assert holds(disk.path / "file", OLD)
 
 
+def test_a_mount_namespace_that_outlives_a_cut_does_not_write_into_the_new_mount() -> None:
+    """Tests in parallel workers make such namespaces, and each has a copy of every mount."""
+    with LoopDisk() as disk:
+        folder, other = disk.path / "folder", disk.path / "other"
+        for path in (folder, other):
+            path.mkdir()
+            write(path / "old", OLD, sync=True)
+        pipe = subprocess.PIPE
+        with subprocess.Popen(["unshare", "--mount", "cat"], stdin=pipe, stdout=pipe, text=True) as holder:
+            assert holder.stdin is not None
+            assert holder.stdout is not None
+            print("ready", file=holder.stdin, flush=True)
+            assert holder.stdout.readline() == "ready\n"
+            disk.cut()
+            disk.remount()
+            write(folder / "new", NEW, sync=True)
+            for number in range(300):  # until the journal, which would restore the folder, is full of other things
+                write(other / str(number), b"", sync=True)
+            holder.communicate()
+        disk.cut()
+        disk.remount()
+        assert (folder / "new").exists()
+        assert holds(folder / "new", NEW)
+
+
 def test_several_processes_may_take_loop_devices_at_once() -> None:
     code = (
         "from tests.powercut.rigs.loopfs import LoopDisk\n"

@@ -23,8 +23,10 @@ CAP_SYS_ADMIN = 21
 # include/uapi/linux/loop.h
 LOOP_CTL_GET_FREE = 0x4C82
 LOOP_CONFIGURE = 0x4C0A
+LOOP_GET_STATUS64 = 0x4C05
 LO_FLAGS_AUTOCLEAR = 4
 LOOP_CONFIG = struct.Struct("=II 5Q 4I 64s64s32s 2Q 64x")
+LOOP_STATUS = struct.Struct("=2Q 216x")
 
 MIB = 1 << 20
 SBIN = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin", "/usr/bin", "/bin"])
@@ -80,11 +82,37 @@ def attach_loop(backing_fd: int) -> tuple[int, str]:
     raise OSError(errno.EBUSY, "no free loop device after 1000 tries")
 
 
-def mount_ext4(image_fd: int, target: Path, options: str = "errors=remount-ro") -> None:
-    """Mount the image. This replays the journal, if there is anything in it."""
+def is_attached(device: str, backing_fd: int) -> bool:
+    """Whether the file is still behind this loop device, which may already be another rig's."""
+    backing = os.fstat(backing_fd)
+    try:
+        loop = os.open(device, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            status = fcntl.ioctl(loop, LOOP_GET_STATUS64, bytes(LOOP_STATUS.size))
+        finally:
+            os.close(loop)
+    except OSError as error:
+        if error.errno != errno.ENXIO:  # there is no file behind it, or no longer
+            raise
+        return False
+    return LOOP_STATUS.unpack(status) == (backing.st_dev, backing.st_ino)
+
+
+def sync_file_system(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        if _libc.syncfs(fd) != 0:
+            raise OSError(ctypes.get_errno(), "syncfs", str(path))
+    finally:
+        os.close(fd)
+
+
+def mount_ext4(image_fd: int, target: Path, options: str = "errors=remount-ro") -> str:
+    """Mount the image, and return its loop device. This replays the journal, if there is anything in it."""
     loop, device = attach_loop(image_fd)
     try:
         mount(device, target, "ext4", MS_NOSUID | MS_NODEV | MS_NOATIME, options)
+        return device
     finally:
         os.close(loop)  # the mount holds the device now; without a mount, it detaches here
 

@@ -22,8 +22,10 @@ from tests.powercut.rigs.kernel import (
     Guard,
     copy_image,
     format_ext4,
+    is_attached,
     mount_ext4,
     new_image,
+    sync_file_system,
     umount,
     why_unavailable,
 )
@@ -45,7 +47,8 @@ class LoopDisk:
             format_ext4(image_fd)
         self._image = image_fd
         self._still_used = False
-        self._mounted = False
+        self._device: str | None = None
+        """The loop device of the present mount."""
         self._closed = False
         self.power_is_on = True
         """False from just before a cut begins: what a process reports later would never have left a real machine."""
@@ -55,10 +58,10 @@ class LoopDisk:
 
     def mount(self) -> None:
         if self._still_used:
-            # The old mount lives on in processes that hold it: give the new one bytes of its own.
+            # The old file system lives on and writes: give the new one bytes of its own.
             self.insert(copy_image(self._image))
-        mount_ext4(self._image, self.path)
-        self._mounted = self.power_is_on = True
+        self._device = mount_ext4(self._image, self.path)
+        self.power_is_on = True
 
     def cut(self) -> None:
         """Cut the power. Open files stay open and give EIO; call remount() to see what is left.
@@ -74,10 +77,18 @@ class LoopDisk:
             os.close(root)
 
     def unmount(self) -> None:
-        """Unmount; lazily if a process still has files open after a moment."""
-        if self._mounted:
-            self._mounted = False
-            self._still_used = not unmount_soon(self.path)
+        """Unmount; lazily if a process still has files open after a moment.
+
+        Even where nobody has, the file system may live on: each mount namespace that was made meanwhile (`unshare
+        --mount`, a container) has a copy of the mount. When the last of them ends, ext4 writes the metadata that it has
+        in memory, also after a cut. On the image of the new mount that would undo what is durable there.
+        """
+        device, self._device = self._device, None
+        if device is not None:
+            if self.power_is_on:
+                sync_file_system(self.path)
+            unmount_soon(self.path)
+            self._still_used = not detached_soon(device, self._image)
 
     def remount(self) -> None:
         self.unmount()
@@ -85,7 +96,7 @@ class LoopDisk:
 
     def insert(self, image_fd: int) -> None:
         """Put another image in the place of the present one; only while unmounted."""
-        assert not self._mounted
+        assert self._device is None
         os.close(self._image)
         self._image = image_fd
         self._still_used = False
@@ -110,17 +121,25 @@ class LoopDisk:
         self.close()
 
 
-def unmount_soon(path: Path) -> bool:
-    """True if the mount is gone; False if it is detached and ends with its last user."""
+def unmount_soon(path: Path) -> None:
+    """Unmount once nobody has files open there; after a moment lazily, so that the mount ends with its last user."""
     deadline = time.monotonic() + BUSY_WAIT_S
     while True:
         try:
-            umount(path)
-            return True
+            return umount(path)
         except OSError as error:
             if error.errno != errno.EBUSY:
                 raise
         if time.monotonic() > deadline:
-            umount(path, MNT_DETACH)
+            return umount(path, MNT_DETACH)
+        time.sleep(0.005)
+
+
+def detached_soon(device: str, image_fd: int) -> bool:
+    """True if the file system on the device has ended and let go of the image; False if it is still in use."""
+    deadline = time.monotonic() + BUSY_WAIT_S
+    while is_attached(device, image_fd):
+        if time.monotonic() > deadline:
             return False
         time.sleep(0.005)
+    return True
