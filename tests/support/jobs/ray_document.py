@@ -1,7 +1,7 @@
 """The example of the proposal for Ray's own JIT checkpoints, as people would type it: the imports are the proposal's.
 
-It needs `reprieve run`, under which they resolve. Arguments: FOLDER EPOCHS [LINE], with LINE for the one line that
-makes it save at a stop.
+It needs `reprieve run`, under which they resolve. Arguments: FOLDER EPOCHS AFTER [LINE]: it trains so many epochs, or
+AFTER once it was restarted. LINE: with the one line that makes it save at a stop.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def train_func(config: dict[str, object]) -> None:
     rank = train.get_context().get_world_rank()
     with Path(str(config["folder"]), f"epochs-{rank}").open("a") as log:
         print("start", start_epoch, os.getpid(), file=log, flush=True)
-        for epoch in range(start_epoch, int(str(config["epochs"]))):
+        epochs = start_epoch + int(str(config["after"])) if checkpoint else int(str(config["epochs"]))
+        for epoch in range(start_epoch, epochs):
             loss = train_step(model, optimizer)
             print(epoch, file=log, flush=True)
             if should_checkpoint() or epoch % 10 == 0:
@@ -61,10 +62,10 @@ def train_func(config: dict[str, object]) -> None:
 
 
 if __name__ == "__main__":
-    folder, epochs, *line = sys.argv[1:]
+    folder, epochs, after, *line = sys.argv[1:]
     trainer = TorchTrainer(
         train_func,
-        train_loop_config={"epochs": epochs, "folder": folder, "line": bool(line)},
+        train_loop_config={"epochs": epochs, "after": after, "folder": folder, "line": bool(line)},
         scaling_config=ScalingConfig(num_workers=2),
         run_config=RunConfig(
             name="document", storage_path=folder, jit_checkpoint_config=JITCheckpointConfig(enabled=True)

@@ -6,13 +6,16 @@ exactly at the moment that they name: `{"at": "forward", "step": 7, "target": "r
 
 from __future__ import annotations
 
+import inspect
 import json
+import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +30,16 @@ class RayOptions:
     folder: str
     name: str = "run"
     way: str = "should_checkpoint"
-    """Who saves: `should_checkpoint`, `run` (reprieve.ray.Run), `document` (periodic reports only)."""
+    """Who saves: `should_checkpoint`, `run` (reprieve.ray.Run), `document` (periodic reports only), or one of
+    ray_ways.py."""
     workers: int = 2
+    """How many at least."""
+    max_workers: int | None = None
+    """Of an elastic run."""
     steps: int = 12
     step_s: float = 0.0
+    steps_after: int | None = None
+    """The run ends so many steps after its first restart."""
     every: int = 5
     kill_wait: float = 0.0
     grace: float | None = None
@@ -38,10 +47,27 @@ class RayOptions:
     backend: str = "torch"
     max_failures: int = 0
     preemption_grace_s: float = 0.0
+    relax_collectives: bool = False
     save_s: float = 0.0
     """How long a save takes at least."""
+    stop_save_s: float = 0.0
+    """How much longer a save at a stop takes."""
+    fail_stop_report: bool = False
+    """The first report at a stop fails on rank 0: its checkpoint is not there."""
+    async_upload_s: float | None = None
+    """Checkpoints are uploaded in the background, and this takes so long."""
+    fit_before: bool = False
+    """The driver has trained another run before, with the same protection."""
+    temporary: str | None = None
+    """The folder for temporary folders."""
+    loader_workers: int = 0
+    """The processes of a DataLoader, which the function reads one sample from in each step."""
+    kill_in_snapshot: int | None = None
+    """The controller is killed before its n-th change to the disk for Ray's snapshot, from its third report on."""
     resource: str | None = None
     """What each worker needs, instead of a CPU."""
+    protection: str = "RunConfig"
+    """What switches Reprieve on: our `RunConfig`, `protect`, or the `environment` of the driver."""
     plain: bool = False
     """Without Reprieve: what Ray itself does."""
 
@@ -60,12 +86,20 @@ class Worker:
         self.options = options
         self.rank, self.world_size = context.get_world_rank(), context.get_world_size()
         self.folder = Path(options.folder)
-        (self.folder / f"node-{self.rank}").write_text(ray.get_runtime_context().get_node_id())
-        (self.folder / f"pid-{self.rank}").write_text(str(os.getpid()))
+        node = ray.get_runtime_context().get_node_id()
+        (self.folder / f"node-{self.rank}").write_text(node)
+        self.is_on_first_node = node == (self.folder / "node-driver").read_text()
+        # Each generation has a placement group of its own. The files of earlier ones stay.
+        self.generation = ray.get_runtime_context().get_placement_group_id()
+        (self.folder / f"pid-{self.generation}-{self.rank}").write_text(str(os.getpid()))
 
     def log(self, **line: Any) -> None:
         with (self.folder / f"log-{self.rank}").open("a") as file:
             file.write(json.dumps({"at": time.time(), **line}) + "\n")
+
+    def is_last(self, step: int, start: int) -> bool:
+        after = self.options.steps_after
+        return step == self.options.steps - 1 or (after is not None and start > 0 and step == start + after - 1)
 
     def reach(self, moment: str, step: int) -> None:
         """Carry out the next disruption of the plan, if this is its moment, or if its moment has passed."""
@@ -92,8 +126,18 @@ class Worker:
                 os.kill(self.pid(rank), number)
         elif target == "drain":
             drain(self.other_node())
+            self.wait_for_stop()
         else:
             os.kill(self.pid(int(target.removeprefix("rank "))), number)
+
+    def wait_for_stop(self) -> None:
+        """Ray notices a drain only some seconds later. That is the moment that the plan names."""
+        from reprieve.adapters.ray import worker
+
+        end = time.monotonic() + 90
+        while worker._worker is not None and worker._worker.stop is None:
+            assert time.monotonic() < end, "Ray has not noticed the drain"
+            time.sleep(0.01)
 
     def other_node(self) -> str:
         """A node of the run that is not the driver's."""
@@ -105,10 +149,28 @@ class Worker:
         return sorted(nodes)[0]
 
     def pid(self, rank: int) -> int:
-        path = self.folder / f"pid-{rank}"
-        while not path.exists():
+        path = self.folder / f"pid-{self.generation}-{rank}"
+        while not (path.exists() and path.read_text()):
             time.sleep(0.01)
         return int(path.read_text())
+
+
+def kill_in_snapshot(options: RayOptions) -> Any:
+    """Return a callback that kills the controller in the middle of the write of its snapshot."""
+    from reprieve.adapters.ray import internals, snapshot
+    from tests.support.jobs.kill_worker import Killing
+
+    class KillInSnapshot(internals.ControllerCallback, internals.ReportCallback):  # type: ignore[misc]
+        reports = 0
+
+        def after_report(self, training_report: Any, metrics: Any) -> None:
+            self.reports += 1
+            if self.reports == 3:
+                report = os.open(f"{options.folder}/killed", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+                disk = Killing(int(options.kill_in_snapshot or 0), None, report)
+                snapshot.Disk = lambda: disk  # type: ignore[assignment, misc]
+
+    return KillInSnapshot()
 
 
 def drain(node: str) -> None:
@@ -159,10 +221,13 @@ def own_saves(options: RayOptions) -> None:
     import torch
     from ray import train
     from ray.train import Checkpoint
+    from torch.utils.data import DataLoader
 
     from reprieve.ray import should_checkpoint
 
     worker = Worker(options)
+    if options.temporary is not None:
+        Path(options.temporary).mkdir(exist_ok=True)
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -174,26 +239,55 @@ def own_saves(options: RayOptions) -> None:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         start = saved["step"] + 1
-    worker.log(started=start, pid=os.getpid())
+    loader = iter(DataLoader(range(options.steps), num_workers=options.loader_workers))  # type: ignore[arg-type]
+    children = [child.pid for child in multiprocessing.active_children()]
+    worker.log(started=start, pid=os.getpid(), children=children)
     worker.reach("before the first step", start)
     for step in range(start, options.steps):
+        next(loader)
         loss = train_step(model, optimizer, worker, step)
         worker.log(step=step, loss=loss)
-        is_last = step == options.steps - 1
+        is_last = worker.is_last(step, start)
         if is_last:
             worker.reach("last step", step)
         due = options.way == "should_checkpoint" and not options.plain and should_checkpoint()
         if due or step % options.every == options.every - 1 or is_last:
-            with tempfile.TemporaryDirectory(prefix="reprieve-test-") as folder:
+            with tempfile.TemporaryDirectory(prefix="reprieve-test-", dir=options.temporary) as folder:
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
                 torch.save(state, f"{folder}/state.pt")
-                time.sleep(options.save_s)
+                time.sleep(options.save_s + options.stop_save_s * due)
                 worker.reach("upload", step)
-                train.report({"step": step}, checkpoint=Checkpoint.from_directory(folder))
+                is_bad = due and options.fail_stop_report and worker.rank == 0 and start == 0
+                saved_in = f"{folder}/missing" if is_bad else folder
+                upload: dict[str, Any] = {}
+                if options.async_upload_s is not None:
+                    saved_in = shutil.copytree(folder, tempfile.mkdtemp(prefix="reprieve-test-"), dirs_exist_ok=True)
+                    upload = slow_upload(options.async_upload_s)
+                train.report({"step": step}, checkpoint=Checkpoint.from_directory(saved_in), **upload)
         else:
             worker.reach("report", step)
             train.report({"step": step})
+        if is_last:
+            break
     worker.log(ended={name: value.tolist() for name, value in model.state_dict().items()})
+
+
+def slow_upload(seconds: float) -> dict[str, Any]:
+    """Options of a report whose checkpoint is uploaded in the background."""
+    from ray import train
+    from ray.train import Checkpoint, CheckpointUploadMode
+
+    def copy(checkpoint: Any, name: str) -> Any:
+        time.sleep(seconds)
+        target = Path(train.get_context().get_storage().experiment_fs_path, name)
+        shutil.copytree(checkpoint.path, target, dirs_exist_ok=True)
+        return Checkpoint.from_directory(target)
+
+    return {
+        "checkpoint_upload_mode": CheckpointUploadMode.ASYNC,
+        "checkpoint_upload_fn": copy,
+        "delete_local_checkpoint_after_upload": True,
+    }
 
 
 def engine_saves(options: RayOptions) -> None:
@@ -224,6 +318,13 @@ def engine_saves(options: RayOptions) -> None:
     worker.log(ended={name: value.tolist() for name, value in model.state_dict().items()})
 
 
+def function_of(way: str) -> Any:
+    from tests.support.jobs import ray_ways
+
+    ways = {"run": engine_saves, "shards": ray_ways.sharded_saves, "samples": ray_ways.dealt_samples}
+    return ways.get(way, own_saves)
+
+
 def trainer_of(options: RayOptions) -> Any:
     """Build the trainer."""
     import ray.train
@@ -231,26 +332,39 @@ def trainer_of(options: RayOptions) -> Any:
     from ray.train.torch import TorchTrainer
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-    failures: dict[str, Any] = {"max_failures": options.max_failures}
-    if options.preemption_grace_s:
-        failures["preemption_grace_s"] = options.preemption_grace_s
+    failures = {
+        "max_failures": options.max_failures,
+        "preemption_grace_s": options.preemption_grace_s or None,
+        "relax_collectives_on_preemption": options.relax_collectives or None,
+    }
+    known = inspect.signature(FailureConfig).parameters  # the last two: Ray 2.60
+    failures = {name: value for name, value in failures.items() if name in known and value is not None}
     common = {"name": options.name, "storage_path": options.folder, "failure_config": FailureConfig(**failures)}
-    if options.plain:
+    jit: Any = None
+    if options.plain or options.protection == "environment":
         run_config = ray.train.RunConfig(**common)
     else:
-        from reprieve.ray import JITCheckpointConfig, RunConfig
+        from reprieve.ray import JITCheckpointConfig, RunConfig, protect
 
         jit = JITCheckpointConfig(enabled=True, kill_wait=options.kill_wait, grace=options.grace)
-        run_config = RunConfig(**common, jit_checkpoint_config=jit)
+        by_config = options.protection == "RunConfig"
+        run_config = RunConfig(**common, jit_checkpoint_config=jit) if by_config else ray.train.RunConfig(**common)
+    if options.kill_in_snapshot is not None:
+        run_config.callbacks = [*run_config.callbacks, kill_in_snapshot(options)]
     kind = TorchTrainer if options.backend == "torch" else DataParallelTrainer
-    return kind(
-        engine_saves if options.way == "run" else own_saves,
+    num_workers = options.workers if options.max_workers is None else (options.workers, options.max_workers)
+    trainer = kind(
+        function_of(options.way),
         train_loop_config=options,
         scaling_config=ScalingConfig(
-            num_workers=options.workers, resources_per_worker={options.resource: 1} if options.resource else None
+            # A node that the test has added gets workers, although they would fit on the first one.
+            placement_strategy="SPREAD" if options.resource else "PACK",
+            num_workers=num_workers,
+            resources_per_worker={options.resource: 1} if options.resource else None,
         ),
         run_config=run_config,
     )
+    return protect(trainer, jit) if options.protection == "protect" and not options.plain else trainer
 
 
 def main() -> None:
@@ -261,6 +375,10 @@ def main() -> None:
     (folder / "pid-driver").write_text(str(os.getpid()))
     ray.init(log_to_driver=True, logging_level="WARNING")
     (folder / "node-driver").write_text(ray.get_runtime_context().get_node_id())
+    if options.fit_before:
+        (folder / "before").mkdir()
+        shutil.copy(folder / "node-driver", folder / "before")
+        trainer_of(replace(options, folder=str(folder / "before"), steps=1, plan=[])).fit()
     result = trainer_of(options).fit()
     (folder / "result").write_text(json.dumps({"checkpoint": result.checkpoint.path, "metrics": result.metrics}))
 

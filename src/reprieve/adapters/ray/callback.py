@@ -34,11 +34,13 @@ class JITCheckpointCallback(
         self._address: StoreAddress | None = None
         self._generation = 0
         self._controller: RunController | None = None
+        self._protects = True
+        """False: another callback protects this run."""
         if config is None:
             # Ray makes this object inside `fit()`, where it is too late to wrap that call.
             from reprieve.adapters.ray.driver import watch_running_fit
 
-            watch_running_fit(self)
+            self._protects = watch_running_fit(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_controller": None}
@@ -51,9 +53,13 @@ class JITCheckpointCallback(
     # In the controller, on its event loop: nothing here may block
 
     def after_controller_start(self, train_run_context: Any) -> None:
-        self._controller = RunController.start(self.run_id, self.config)
+        if self._protects:
+            self._controller = RunController.start(self.run_id, self.config)
         if self._controller is not None:
             self._controller.claim(internals.run_folder(train_run_context))
+            self._controller.progress.resumed_from = snapshot.resumed_step(
+                internals.RunStorage.of_run(train_run_context)
+            )
             self._address = self._controller.address
 
     def before_worker_group_start(self, worker_group_context: Any) -> None:
@@ -80,18 +86,16 @@ class JITCheckpointCallback(
             self._controller.progress.reported(metrics[0] or {}, checkpoint.path if checkpoint else None)
 
     def after_controller_finish(self, result: Any) -> None:
-        if self._controller is not None and result.error is None:
-            self._controller.finished()
+        if self._controller is not None:
+            self._controller.finished(result.error)
 
     async def before_controller_shutdown(self) -> None:
-        self._release()
-
-    def before_controller_abort(self) -> None:
-        self._release()
-
-    def _release(self) -> None:
         if self._controller is not None:
             self._controller.release()
+
+    def before_controller_abort(self) -> None:
+        if self._controller is not None:
+            self._controller.aborted()
 
     # In a worker, on its main thread
 

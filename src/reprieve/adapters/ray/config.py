@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 
 import ray.train
 
@@ -26,7 +27,7 @@ _OF_ONE_PROCESS = {"REPRIEVE_RESTARTS", "REPRIEVE_HANG", "REPRIEVE_GRACE", "REPR
 
 @dataclass(frozen=True)
 class JITCheckpointConfig:
-    """Save a checkpoint when a run is told to stop."""
+    """Save a checkpoint when a run is requested to stop."""
 
     enabled: bool = False
     kill_wait: float = 3.0
@@ -68,14 +69,25 @@ class ResolvedConfig:
 def resolve_config(config: JITCheckpointConfig, env: Mapping[str, str] = os.environ) -> ResolvedConfig:
     """Resolve all settings. In the driver."""
     grace = resolve_grace_period(config.grace, env)
-    settings = resolve({}, env).environment()
+    settings = resolve({}, env)
+    if settings.checkpoints is not None:
+        check_absolute(settings.checkpoints, "CHECKPOINT_URI=")
     return ResolvedConfig(
         kill_wait_s=float(config.kill_wait),
         # A deadline that is only a guess would cut a save short for nothing.
         grace=grace if grace.certain else Grace(None, "no grace period is configured for this run on Ray"),
         signals=config.signals,
-        environment={name: value for name, value in settings.items() if name not in _OF_ONE_PROCESS},
+        environment={name: value for name, value in settings.environment().items() if name not in _OF_ONE_PROCESS},
     )
+
+
+def check_absolute(folder: str, source: str = "") -> None:
+    """Refuse a relative checkpoint folder. `source`: what stands before it in the message."""
+    if "://" not in folder and not Path(folder).expanduser().is_absolute():
+        raise ConfigError(
+            f"{source}{folder!r} is relative, and Ray changes the working directory: write an absolute path, or leave "
+            "it out to use Ray's folder of the run"
+        )
 
 
 @dataclass

@@ -27,6 +27,7 @@ from reprieve.checkpoint.folder.lease import FolderLease
 from reprieve.console import show_logs
 from reprieve.errors import ReprieveError
 from reprieve.launcher_protocol import LAUNCHER_SOCKET
+from reprieve.progress.failure_reason import reason as failure_reason
 from reprieve.ranks.store import Store, prefixed
 from reprieve.ranks.torch_store import TorchStore
 from reprieve.run_state import RunState
@@ -49,6 +50,10 @@ class DriverStopped(internals.ControllerError, SystemExit):
         self.saved_step = saved_step
         """The last step, if the workers have saved it at this stop."""
 
+    def __str__(self) -> str:
+        saved = "nothing new is saved" if self.saved_step is None else f"step {self.saved_step} is saved"
+        return f"the run is stopped: {self.reason}; {saved}. The same name and storage path resume it"
+
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.controller_failure, self.saved_step)
 
@@ -66,7 +71,7 @@ class RunController:
         self._workers = 0
         self._driver_stop: DriverStop | None = None
         self._saved_step: int | None = None
-        """The step at which the workers have last saved at a stop."""
+        """The step that the workers have saved at the end of their generation; None: they saved none at its end."""
         self._lease: FolderLease | None = None
         secret = secrets.token_hex(16)
         self._server = TorchStore.serve(ray.util.get_node_ip_address())
@@ -85,6 +90,7 @@ class RunController:
             return None
         os.environ.pop(LAUNCHER_SOCKET, None)  # only the driver reports to the launcher
         show_logs(0)
+        internals.log_briefly(DriverStopped)
         cls._running = cls(run_id, config)
         return cls._running
 
@@ -126,17 +132,25 @@ class RunController:
             self._read_saved_step()
             raise self._stopped(stop)
 
-    def finished(self) -> None:
-        """Training is complete."""
-        self.progress.close(RunState.FINISHED)
+    def finished(self, error: BaseException | None) -> None:
+        """The run has ended. `error`: what has ended it before training was complete."""
+        if error is None:
+            self.progress.close(RunState.FINISHED)
+        elif not isinstance(error, DriverStopped):  # that one was published as a stop
+            self.progress.close(RunState.FAILED, failure_reason(internals.cause_of(error)))
+
+    def aborted(self) -> None:
+        """Ray ends the run without an error, at Ctrl-C."""
+        self.progress.close(RunState.FAILED, "the run was aborted")
+        self.release()
 
     def _stopped(self, stop: DriverStop) -> DriverStopped:
         self.progress.close(RunState.STOPPED, stop.reason)
         return DriverStopped(RuntimeError(stop.reason), self._saved_step)
 
     def _read_saved_step(self) -> None:
-        if (saved := self._read(SAVED)) is not None:
-            self._saved_step = int(saved)
+        saved = self._read(SAVED)
+        self._saved_step = int(saved) if saved is not None else None
 
     def _read(self, key: str) -> bytes | None:
         """Read a key of the current generation."""

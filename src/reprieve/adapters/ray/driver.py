@@ -19,6 +19,8 @@ import os
 import re
 import threading
 import time
+import weakref
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -47,6 +49,8 @@ _EXIT_S = 30.0
 """How long the driver may take to exit after `fit()`: shutting down a local cluster takes up to 12 s."""
 _POLL_S = 0.1
 _CONNECT_LIMIT = timedelta(seconds=5)
+_is_guarded: ContextVar[bool] = ContextVar("reprieve_is_guarded", default=False)
+"""A guard watches the `fit()` that runs on this thread."""
 _DEFAULT_NAME = re.compile(r"ray_train_run-\d{4}-\d\d-\d\d_")
 
 
@@ -84,15 +88,25 @@ def wrap_fit() -> None:
         if not ray.is_initialized():
             ray.init()  # as `fit()` does; later, it would replace our signal handler
         with DriverGuard(callbacks[0], _folder(trainer)):
-            return original(trainer)
+            token = _is_guarded.set(True)
+            try:
+                return original(trainer)
+            finally:
+                _is_guarded.reset(token)
 
     internals.DataParallelTrainer.fit = fit  # type: ignore[assignment, method-assign]
 
 
-def watch_running_fit(callback: JITCheckpointCallback) -> None:
-    """Watch for stops in a `fit()` that is running already. The process ends when it does."""
+def watch_running_fit(callback: JITCheckpointCallback) -> bool:
+    """Watch for stops in a `fit()` that is running already, until it ends. Returns whether this callback protects it:
+    another one may do so."""
+    if _is_guarded.get():
+        return False
     wrap_fit()
-    DriverGuard(callback, "").__enter__()
+    watching = DriverGuard(callback, "").__enter__()
+    # That `fit()` cannot be wrapped any more. It holds the only references to its callbacks, so they end with it.
+    weakref.finalize(callback, watching.close).atexit = False
+    return True
 
 
 def _folder(trainer: Any) -> str:
@@ -141,9 +155,8 @@ class DriverGuard:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *at: object) -> None:
-        self._ended.set()
         stop = self._stop_listener.stop
-        self._stop_listener.close()
+        self.close()
         assert self._reports is not None
         if isinstance(error, DriverStopped):
             self._reports.stopped(error.saved_step)
@@ -152,9 +165,15 @@ class DriverGuard:
             raise Preempted(reason, step=error.saved_step, saved=error.saved_step is not None) from None
         if error is None:
             self._reports.finished()
-        self._reports.close()
         if isinstance(error, internals.ControllerError) and is_permanent(error.controller_failure):
             raise error.controller_failure from error  # no restart helps: exit code 42
+
+    def close(self) -> None:
+        """Watch no more: `fit()` has ended."""
+        self._ended.set()
+        self._stop_listener.close()
+        if self._reports is not None:
+            self._reports.close()
 
     def _report_stop(self) -> None:
         if self._reports is not None and self._stop_listener.stop is not None:

@@ -5,10 +5,12 @@ Ray may change these names in any release. So a version that was not tested is r
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,7 @@ from ray.train.v2._internal.execution.callback import (  # noqa: E402
 )
 from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager  # noqa: E402
 from ray.train.v2._internal.execution.context import get_train_context  # noqa: E402
+from ray.train.v2._internal.execution.failure_handling import default as failure_policy  # noqa: E402
 from ray.train.v2._internal.execution.preemption import PreemptionContext  # noqa: E402
 from ray.train.v2._internal.execution.train_fn_utils import (  # noqa: E402
     DistributedTrainFnUtils,
@@ -91,6 +94,88 @@ _FAR_MS = 10 * 365 * 86_400_000
 """Ten years: a deadline that never comes. Without any, Ray assumes 120 s."""
 
 
+# The controller
+
+
+def log_briefly(kind: type[Exception]) -> None:
+    """Let the controller log an error of this kind in one line. Ray logs each with its traceback."""
+
+    def shorten(record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, kind):
+            record.msg, record.args, record.exc_info = str(error), (), None
+        return True
+
+    logging.getLogger(failure_policy.__name__).addFilter(shorten)
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """Return the error of the user's code or of a hook behind an error of Ray's controller."""
+    failures = getattr(error, "worker_failures", None)
+    cause: BaseException = next(iter(failures.values())) if failures else getattr(error, "controller_failure", error)
+    return cause
+
+
+class RunStorage:
+    """Where Ray keeps a run and its snapshot, the list of its checkpoints."""
+
+    def __init__(self, storage_context: Any) -> None:
+        self.files: Any = storage_context.storage_filesystem
+        self.snapshot: str = storage_context.checkpoint_manager_snapshot_path
+        self._path_of = storage_context.build_checkpoint_path_from_name
+
+    @classmethod
+    def of_run(cls, train_run_context: Any) -> RunStorage:
+        return cls(train_run_context.run_config.storage_context)
+
+    def has_checkpoint(self, name: str) -> bool:
+        return bool(self.files.get_file_info(self._path_of(name)).type.name != "NotFound")
+
+
+def checkpoints_in(snapshot: Mapping[str, Any]) -> list[str]:
+    """Return the names of the checkpoints in a snapshot."""
+    return [result["checkpoint_dir_name"] for result in snapshot.get("checkpoint_results", ())]
+
+
+def latest_metrics_in(snapshot: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the metrics of the checkpoint that Ray resumes from; nothing: there is none."""
+    latest = snapshot.get("latest_checkpoint_result")
+    metrics: Mapping[str, Any] = latest["metrics"] if latest else {}
+    return metrics
+
+
+_GUARDED = "_reprieve_guarded"
+
+
+def replace_snapshot_io(write: Callable[[RunStorage, bytes], None], before_load: Callable[[RunStorage], None]) -> None:
+    """Replace how this process writes snapshots, and call `before_load` before it loads one."""
+    if getattr(CheckpointManager, _GUARDED, False):
+        return
+    setattr(CheckpointManager, _GUARDED, True)
+    original = CheckpointManager._maybe_load_state_from_storage
+
+    def write_state(manager: Any) -> None:
+        write(RunStorage(manager._storage_context), manager._save_state().encode())
+
+    @functools.wraps(original)
+    def load(manager: Any) -> None:
+        before_load(RunStorage(manager._storage_context))
+        original(manager)
+
+    CheckpointManager._write_state_to_storage = write_state  # type: ignore[method-assign]
+    CheckpointManager._maybe_load_state_from_storage = load  # type: ignore[method-assign]
+
+
+def run_on(worker: Any, function: Callable[[], Any]) -> Any:
+    """Start a function in a worker. Returns a reference to its result. In the controller."""
+    return worker.execute_async(function)
+
+
+def address_of(worker: Any) -> str:
+    """Return the address of a worker's node. In the controller."""
+    return str(worker.metadata.node_ip)
+
+
 # The driver
 
 
@@ -115,8 +200,12 @@ class WorkerContext:
     world_size: int
     local_rank: int
     run_name: str
+    run_id: str
+    """Of this `fit()`: the next driver has another one."""
     folder: Path | None
     """Ray's folder of the run; None: it is not in a file system."""
+    uri: str = ""
+    """Of that folder, wherever it is."""
 
 
 def worker_context() -> WorkerContext:
@@ -127,7 +216,9 @@ def worker_context() -> WorkerContext:
         world_size=distributed.world_size,
         local_rank=distributed.local_rank,
         run_name=context.train_run_context.run_config.name or "ray",
+        run_id=context.train_run_context.run_id,
         folder=_local_folder(context.storage_context),
+        uri=f"{context.storage_context.storage_filesystem.type_name}://{context.storage_context.experiment_fs_path}",
     )
 
 
@@ -217,13 +308,22 @@ def wrap_train_function(wrapper: Callable[[Callable[[], Any]], Callable[[], Any]
     runner.run = lambda target: run(wrapper(target))  # type: ignore[method-assign]
 
 
-def reported_checkpoint() -> str | None:
-    """Return the path of the last checkpoint that this worker reported."""
-    checkpoint = get_train_context().checkpoint
-    return None if checkpoint is None else str(checkpoint.path)
+class Commit:
+    """The controller's answer whether it has processed all reports of this worker."""
 
+    def __init__(self) -> None:
+        self._answer: Any = None
 
-def is_committed(path: str, timeout_s: float) -> bool:
-    """Wait until the controller has processed all reports of this worker. Returns whether it has this checkpoint."""
-    reported = get_train_context().get_all_reported_checkpoints(CheckpointConsistencyMode.COMMITTED, timeout_s)
-    return any(each.checkpoint.path == path for each in reported)
+    def wait(self, timeout_s: float) -> str | None:
+        """Wait until the last reported checkpoint is committed. Returns its path; None: it is not, so far."""
+        context = get_train_context()
+        if self._answer is None:
+            # Without a limit of Ray's: when that is over, it answers as if all were processed.
+            self._answer = context.controller_actor.get_all_reported_checkpoints.remote(
+                context.report_call_index, CheckpointConsistencyMode.COMMITTED, None
+            )
+        if not ray.wait([self._answer], timeout=timeout_s)[0]:
+            return None
+        ray.get(self._answer)  # raises if the controller is gone
+        # Only now: while an upload runs in the background, this is still the checkpoint before it.
+        return None if context.checkpoint is None else str(context.checkpoint.path)

@@ -82,7 +82,7 @@ class LauncherReports:
         if latest.latest is not None and (before is None or before.checkpoints.latest != latest.latest):
             took = latest.last_save_s or 0.0
             saved = launcher_protocol.Saved(
-                step=progress.step,
+                step=next((each.step for each in latest.listed if each.path == latest.latest), progress.step),
                 path=latest.latest,
                 bytes=latest.latest_bytes or 0,
                 began=time.monotonic() - took,

@@ -43,7 +43,7 @@ class StoreAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriverStop:
-    """The driver was told to stop: all workers save, and the run ends."""
+    """A stop request reached the driver: all workers save, and the run ends."""
 
     reason: str
     deadline: float | None

@@ -13,6 +13,7 @@ from typing import Any
 import ray
 
 from reprieve import __version__
+from reprieve.adapters.ray import internals
 from reprieve.errors import ConfigError
 
 log = logging.getLogger("reprieve")
@@ -24,11 +25,11 @@ _LIMIT_S = 30.0
 def check_nodes(workers: Sequence[Any]) -> None:
     """Raise if a worker cannot load this version of Reprieve. `workers`: Ray's, in the controller."""
     try:
-        answers = ray.get([worker.execute_async(version_probe()) for worker in workers], timeout=_LIMIT_S)
+        answers = ray.get([internals.run_on(worker, version_probe()) for worker in workers], timeout=_LIMIT_S)
     except Exception as error:  # noqa: BLE001 - a check that fails must not end a run that might work
         log.warning("could not check the version of Reprieve on the nodes of this run: %s", error)
         return
-    nodes = (worker.metadata.node_ip for worker in workers)
+    nodes = map(internals.address_of, workers)
     if (problem := version_problem(zip(nodes, answers, strict=True))) is not None:
         raise ConfigError(problem)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,6 +18,7 @@ from typing import Any
 
 from reprieve.adapters.ray.config import ResolvedConfig
 from reprieve.errors import ReprieveError
+from reprieve.progress.metrics import plain
 from reprieve.progress.publisher import Publisher
 from reprieve.progress.sinks.factory import make_sinks
 from reprieve.progress.sinks.termination_log import TerminationSink
@@ -34,6 +36,20 @@ controller."""
 _POLL_S = 0.5
 STEP_NAMES = ("step", "global_step", "training_iteration", "epoch")
 """How reports name the step, by preference."""
+
+
+def step_of(metrics: Mapping[str, Any]) -> int | None:
+    """Return the step that a report names; None: it names none."""
+    named = (_number(metrics[name]) for name in STEP_NAMES if name in metrics)
+    return next((int(number) for number in named if number is not None), None)
+
+
+def _number(value: Any) -> float | None:
+    """Return a finite number of Python, NumPy or torch; None: it is something else."""
+    if isinstance(value, bool | str) or str(getattr(value, "dtype", "")).endswith("bool"):
+        return None
+    number = plain({"": value}).get("")
+    return number if number is not None and math.isfinite(number) else None
 
 
 class ForwardingSink:
@@ -63,7 +79,10 @@ class RunProgress:
         self._from_reports = Tracker()
         self._received: Progress | None = None
         """What a session in rank 0 has sent."""
-        self._resumed_from: int | None = None
+        self._committed: int | None = None
+        """The step of the last checkpoint that Ray has committed."""
+        self.resumed_from: int | None = None
+        """The step of the checkpoint that Ray resumes from."""
         self._override: tuple[RunState, str | None] | None = None
         """What the controller knows better than rank 0: the run restarts, or has ended."""
         settings = resolve({}, config.environment)
@@ -76,7 +95,7 @@ class RunProgress:
 
     def generation_started(self, number: int) -> None:
         if number > 1:
-            self._resumed_from = self.snapshot().step
+            self.resumed_from = self._committed if self._committed is not None else self.resumed_from
             self._override = (RunState.WAITING, None)
         self._generation = number
 
@@ -84,12 +103,13 @@ class RunProgress:
         """A report of all workers was processed. `checkpoint`: the path of the one that it committed."""
         self._reports += 1
         self._override = None
-        numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
-        step = next((numbers[name] for name in STEP_NAMES if name in numbers), self._reports)
-        self._from_reports.step(int(step), numbers.get("epoch"))
-        self._from_reports.metrics(numbers)
+        step = step_of(metrics)
+        step = self._reports if step is None else step
+        self._from_reports.step(step, _number(metrics.get("epoch")))
+        self._from_reports.metrics(metrics)
         if checkpoint is not None:
-            self._from_reports.saved(checkpoint, step=int(step))
+            self._committed = step
+            self._from_reports.saved(checkpoint, step=step)
 
     def close(self, state: RunState, reason: str | None = None) -> None:
         """The run has ended. Publishes that."""
@@ -118,7 +138,8 @@ class RunProgress:
             progress,
             state=state,
             reason=reason,
-            resumed_from=progress.resumed_from if progress.resumed_from is not None else self._resumed_from,
+            # A session saves beside Ray, and knows better what it has resumed from.
+            resumed_from=progress.resumed_from if self._received is not None else self.resumed_from,
             restarts=max(0, self._generation - 1),
         )
 

@@ -9,16 +9,18 @@ report decides nothing: its peers may have left that report already.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import time
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from reprieve.adapters.ray import internals
-from reprieve.adapters.ray.progress import STEP_NAMES
+from reprieve.adapters.ray.progress import step_of
 from reprieve.errors import RankFailed, RanksError
-from reprieve.preemption.process_exit import Preempted
+from reprieve.preemption.process_exit import Preempted, process_exit
 from reprieve.preemption.stop_listener import ANOTHER_RANK
 from reprieve.ranks.group import LIMIT, Ranks
 from reprieve.ranks.step_agreement import StepAgreement
@@ -34,7 +36,11 @@ _ARRIVAL_LIMIT = LIMIT
 _SAVE_LIMIT = timedelta(days=1)
 """How much later than the first a worker may reach the last report, and commit it: one may save for all. If that one
 dies, Ray ends the others, and so does a deadline."""
-_COMMIT_POLL_S = 5.0
+UNWIND_LIMIT_S = 5.0
+"""How long a worker waits for its code and for the other workers to unwind. Restarted earlier, they would be killed in
+their `finally`."""
+_COMMIT_POLL_S = 1.0
+"""How long to wait for Ray's word of a commit before looking at the deadline again."""
 
 
 class ReportedCheckpoints:
@@ -48,14 +54,13 @@ class ReportedCheckpoints:
         """A stop is agreed, and all workers have reached its boundary."""
         self._failed = False
         """The workers could not stop together, and try no more."""
-        self._told = False
+        self._requested = False
         """`should_checkpoint` has returned true."""
         self._warned = False
         self._stopped: Preempted | None = None
+        self._in_last_report = False
         self._last_step = 0
         """The step of the last report, or its number."""
-        self.committed: str | None = None
-        """The path of the checkpoint that ended the function."""
         self._agreement = StepAgreement(ranks, completed=0, on_stop=lambda: worker.request_stop(ANOTHER_RANK))
 
     def request_stop(self) -> None:
@@ -65,7 +70,7 @@ class ReportedCheckpoints:
     def finish(self) -> None:
         """The function has ended."""
         self._agreement.finish()
-        if self._due and self._stopped is None:
+        if self._due and not self._in_last_report:
             log.warning("%s", _RETURNED)
             with contextlib.suppress(RanksError):  # the others must not wait for it in their report
                 self._ranks.agree("last report", _raise_ended)
@@ -75,7 +80,7 @@ class ReportedCheckpoints:
             raise self._stopped  # the function caught it
         if not self._worker.has_session:
             self._arrive()
-        self._told = self._told or self._due
+        self._requested = self._requested or self._due
         return self._due
 
     def wrap(self, original: internals.Report) -> internals.Report:
@@ -85,12 +90,13 @@ class ReportedCheckpoints:
         def report(metrics: dict[str, Any], checkpoint: Any = None, *args: Any, **kwargs: Any) -> None:
             if self._stopped is not None:
                 raise self._stopped
-            self._last_step = next((metrics[name] for name in STEP_NAMES if name in metrics), self._last_step + 1)
+            step = step_of(metrics)
+            self._last_step = self._last_step + 1 if step is None else step
             if self._worker.has_session:
                 original(metrics, checkpoint, *args, **kwargs)
                 return
             self._arrive()
-            is_last = self._due and self._any_has_checkpoint(checkpoint is not None)
+            self._in_last_report = is_last = self._due and self._any_has_checkpoint(checkpoint is not None)
             original(metrics, checkpoint, *args, **kwargs)
             if is_last:
                 self._stopped = self._commit(checkpoint is not None)
@@ -121,7 +127,7 @@ class ReportedCheckpoints:
             return True
         if not self._warned:
             self._warned = True
-            log.warning("%s", _NOTHING_REPORTED if self._told else _NEVER_CALLED)
+            log.warning("%s", _NOTHING_REPORTED if self._requested else _NEVER_CALLED)
         return False
 
     def _commit(self, has_checkpoint: bool) -> Preempted:
@@ -129,28 +135,53 @@ class ReportedCheckpoints:
         stop = self._worker.stop
         reason = stop.reason if stop is not None else ANOTHER_RANK
         # A rank without a checkpoint has nothing to wait for, and hears of the others' below.
-        committed = self._wait_until_committed() if has_checkpoint else True
+        path = self._wait_until_committed() if has_checkpoint else None
+        began = self._worker.save_began
+        commit = _Commit(
+            failed=has_checkpoint and path is None,
+            path=path,
+            began_s_ago=None if began is None else time.monotonic() - began,
+        )
         try:
-            saved = all(self._ranks.agree("committed", lambda: committed, limit=_SAVE_LIMIT))
+            answers = self._ranks.agree("committed", lambda: dataclasses.asdict(commit), limit=_SAVE_LIMIT)
+            commits = [_Commit(**answer) for answer in answers]
         except RankFailed as error:
             log.error("the checkpoint is not committed: %s", error)
-            saved = False
-        return Preempted(reason, step=self._last_step, saved=saved, checkpoint=self.committed)
+            commits = [replace(commit, failed=True)]
+        stopped = Preempted(
+            reason,
+            step=self._last_step,
+            saved=not any(each.failed for each in commits),
+            checkpoint=next((each.path for each in commits if each.path is not None), None),
+            requested_at=time.monotonic() - max(each.began_s_ago or 0.0 for each in commits),
+        )
+        self._worker.stopped(stopped)
+        process_exit.schedule(UNWIND_LIMIT_S)  # a `finally` may hang
+        return stopped
 
-    def _wait_until_committed(self) -> bool:
+    def _wait_until_committed(self) -> str | None:
+        """Return the path of the checkpoint, or None at the deadline."""
+        commit = internals.Commit()
         while True:
             stop = self._worker.stop
             remaining_s = stop.remaining_s() if stop is not None else None
             if remaining_s is not None and remaining_s <= 0:
                 log.error("%s", _NOT_COMMITTED)
-                return False
-            began = time.monotonic()
-            path = internals.reported_checkpoint()
+                return None
             timeout_s = _COMMIT_POLL_S if remaining_s is None else min(_COMMIT_POLL_S, remaining_s)
-            if path is not None and internals.is_committed(path, timeout_s):
-                self.committed = path
-                return True
-            time.sleep(max(0.0, 0.05 - (time.monotonic() - began)))
+            if (path := commit.wait(timeout_s)) is not None:
+                return path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Commit:
+    """What a worker tells the others about the commit of the last report."""
+
+    failed: bool
+    path: str | None
+    """Where its checkpoint is; None: it had none in this report, or that is not committed."""
+    began_s_ago: float | None
+    """How long ago the save was initiated, as far as this worker knows."""
 
 
 def _raise_ended() -> bool:

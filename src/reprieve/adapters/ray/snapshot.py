@@ -7,43 +7,29 @@ checkpoints which are gone is not used: Ray would refuse it.
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 from pathlib import Path
 from typing import Any
 
-from reprieve.adapters.ray.internals import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME, CheckpointManager
+from reprieve.adapters.ray import internals
+from reprieve.adapters.ray.internals import RunStorage
+from reprieve.adapters.ray.progress import step_of
 from reprieve.storage.disk import Disk
 
 log = logging.getLogger("reprieve")
 
 _COPY = ".copy"
-_GUARDED = "_reprieve_guarded"
 
 
 def guard_snapshots() -> None:
     """Guard the snapshots that this process writes and loads."""
-    if getattr(CheckpointManager, _GUARDED, False):
-        return
-    setattr(CheckpointManager, _GUARDED, True)
-    CheckpointManager._write_state_to_storage = _write  # type: ignore[method-assign]
-    original = CheckpointManager._maybe_load_state_from_storage
-
-    @functools.wraps(original)
-    def load(manager: Any) -> None:
-        repair(manager._storage_context)
-        original(manager)
-
-    CheckpointManager._maybe_load_state_from_storage = load  # type: ignore[method-assign]
+    internals.replace_snapshot_io(_write, repair)
 
 
-def _write(manager: Any) -> None:
-    storage = manager._storage_context
-    data = manager._save_state().encode()
-    path = storage.checkpoint_manager_snapshot_path
-    for name in (path + _COPY, path):
-        _replace(storage.storage_filesystem, name, data)
+def _write(storage: RunStorage, data: bytes) -> None:
+    for name in (storage.snapshot + _COPY, storage.snapshot):
+        _replace(storage.files, name, data)
 
 
 def _replace(files: Any, path: str, data: bytes) -> None:
@@ -55,16 +41,15 @@ def _replace(files: Any, path: str, data: bytes) -> None:
         stream.write(data)
 
 
-def repair(storage: Any) -> None:
+def repair(storage: RunStorage) -> None:
     """Put the copy of the snapshot in the place of one that is torn or missing."""
-    path = storage.checkpoint_manager_snapshot_path
+    path, copy_path = storage.snapshot, storage.snapshot + _COPY
     problem = _problem(storage, path)
     if problem is None:
         return
-    files, copy_path = storage.storage_filesystem, path + _COPY
-    copy, problem_of_copy = _read(files, copy_path), _problem(storage, copy_path)
+    copy, problem_of_copy = _read(storage.files, copy_path), _problem(storage, copy_path)
     if copy is not None and problem_of_copy is None:
-        _replace(files, path, copy)
+        _replace(storage.files, path, copy)
         log.warning("%s %s: replaced by its copy", path, problem)
     elif problem != _MISSING:
         log.error("%s %s, and its copy %s: Ray refuses to use this folder", path, problem, problem_of_copy)
@@ -75,17 +60,26 @@ def repair(storage: Any) -> None:
 def named_checkpoints(run_folder: Path) -> list[Path]:
     """Return the checkpoints that the snapshot of a run names. They must stay where they are."""
     try:
-        state = json.loads((run_folder / CHECKPOINT_MANAGER_SNAPSHOT_FILENAME).read_bytes())
+        state = json.loads((run_folder / internals.CHECKPOINT_MANAGER_SNAPSHOT_FILENAME).read_bytes())
     except (OSError, ValueError):
         return []
-    return [run_folder / result["checkpoint_dir_name"] for result in state.get("checkpoint_results", ())]
+    return [run_folder / name for name in internals.checkpoints_in(state)]
+
+
+def resumed_step(storage: RunStorage) -> int | None:
+    """Return the step of the checkpoint that Ray resumes from; None: there is none."""
+    try:
+        return step_of(internals.latest_metrics_in(json.loads(_read(storage.files, storage.snapshot) or b"{}")))
+    except Exception as error:  # noqa: BLE001 - only the progress needs it
+        log.debug("the step that Ray resumes from is unknown: %s", error)
+        return None
 
 
 _MISSING = "is missing"
 
 
-def _problem(storage: Any, path: str) -> str | None:
-    data = _read(storage.storage_filesystem, path)
+def _problem(storage: RunStorage, path: str) -> str | None:
+    data = _read(storage.files, path)
     if data is None:
         return _MISSING
     try:
@@ -94,12 +88,8 @@ def _problem(storage: Any, path: str) -> str | None:
         return "is torn" if data else "is empty"
     if not isinstance(state, dict) or not state:
         return "is empty"
-    for result in state.get("checkpoint_results", ()):
-        name = result["checkpoint_dir_name"]
-        found = storage.storage_filesystem.get_file_info(storage.build_checkpoint_path_from_name(name))
-        if found.type.name == "NotFound":
-            return f"names {name}, which is gone"
-    return None
+    gone = next((name for name in internals.checkpoints_in(state) if not storage.has_checkpoint(name)), None)
+    return None if gone is None else f"names {gone}, which is gone"
 
 
 def _read(files: Any, path: str) -> bytes | None:

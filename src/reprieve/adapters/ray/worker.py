@@ -34,7 +34,7 @@ from reprieve.adapters.ray.config import ResolvedConfig
 from reprieve.adapters.ray.controller import generation_store
 from reprieve.adapters.ray.messages import DRIVER_STOP, PARKED, SAVED, DriverStop, StoreAddress
 from reprieve.adapters.ray.progress import ForwardingSink
-from reprieve.adapters.ray.reports import ReportedCheckpoints
+from reprieve.adapters.ray.reports import UNWIND_LIMIT_S, ReportedCheckpoints
 from reprieve.console import ONE_RANK, show_logs
 from reprieve.data.workers import signals as worker_signals
 from reprieve.errors import RanksError, ReprieveError
@@ -53,8 +53,7 @@ log = logging.getLogger("reprieve")
 
 CHECKPOINT_FOLDER = "reprieve"
 """The folder of our checkpoints, in Ray's folder of the run."""
-_UNWIND_LIMIT = timedelta(seconds=5)
-"""How long a worker waits for the others to unwind. Restarted earlier, they would be killed in their `finally`."""
+_POLL_S = 0.1
 _FOREVER = timedelta(days=3650)
 
 
@@ -75,15 +74,19 @@ class RayWorker:
         self._stop: StopRequest | None = None
         """The request that was passed on: after `kill_wait`."""
         self._driver_stops = False
-        self._began = 0.0
-        """When the save was initiated, by `time.monotonic`."""
+        self._wait_ended = threading.Event()
+        """Something with a known course has followed a bare signal: `kill_wait` is over."""
+        self.save_began: float | None = None
+        """When the save was initiated, by `time.monotonic`; None: this worker did not learn of it by itself."""
+        self._stopped = threading.Event()
         self._handed_back = threading.Event()
-        self._ending = False
+        self._shutting_down = False
         self.grace: Grace = config.grace
         self.reports = ReportedCheckpoints(self._ranks, self)
         self._stop_listener = StopListener(
             self._initiate,
             on_request=self._hold,
+            on_deadline=self._deadline_moved,
             grace=config.grace,
             signals=config.signals,
         )
@@ -104,7 +107,7 @@ class RayWorker:
 
     def close(self) -> None:
         """Ray shuts this worker down, and may signal it meanwhile."""
-        self._ending = True
+        self._shutting_down = True
         self._stop_listener.close()
         for number, handler in self._original_handlers.items():
             with contextlib.suppress(ValueError, TypeError):
@@ -133,13 +136,28 @@ class RayWorker:
             if listener in self._listeners:
                 self._listeners.remove(listener)
 
+    def stopped(self, stopped: Preempted) -> None:
+        """Log and publish what is saved."""
+        with self._lock:
+            if self._stopped.is_set():
+                return
+            self._stopped.set()
+        if not stopped.saved or stopped.checkpoint is None:
+            return
+        with contextlib.suppress(ReprieveError):
+            self._store.client().set(SAVED, str(stopped.step or 0).encode())
+        if self._rank == 0:
+            now = time.monotonic()
+            took_s = now - (self.save_began or stopped.requested_at or now)
+            log.warning("JIT checkpoint completed in %.1fs: step %s, %s", took_s, stopped.step, stopped.checkpoint)
+
     def hand_back(self) -> None:
         with self._lock:
             if self._handed_back.is_set():
                 return
             self._handed_back.set()
         try:
-            self._ranks.agree("hand back", limit=_UNWIND_LIMIT)
+            self._ranks.agree("hand back", limit=timedelta(seconds=UNWIND_LIMIT_S))
         except RanksError as error:
             log.warning("not all workers have left the training function: %s", error, extra=ONE_RANK)
         with contextlib.suppress(ReprieveError):
@@ -148,24 +166,25 @@ class RayWorker:
             self._preemption.release()
 
     def request_stop(self, reason: str) -> None:
-        """Another worker was told to stop."""
+        """A stop request reached another worker, which has waited for `kill_wait`."""
+        self._wait_ended.set()
         self._stop_listener.request(reason)
 
     # From the request to the stop, on the stop listener's thread
 
     def _hold(self) -> None:
-        if not self._ending:
+        if not self._shutting_down:
             self._preemption.hold()
 
     def _initiate(self) -> None:
         """Wait for `kill_wait`, if the request is a bare signal, then pass it on."""
         stop = self._stop_listener.stop
         assert stop is not None
-        if self._ending:
+        if self._shutting_down:
             return
         if stop.signal is not None:
             self._wait(stop)
-        self._began = time.monotonic()
+        self.save_began = time.monotonic()
         self._pass_on(replace(self._stop_listener.stop or stop, signal=None))
 
     def _wait(self, stop: StopRequest) -> None:
@@ -178,8 +197,9 @@ class RayWorker:
             )
         log.warning("%s received, initiating JIT checkpoint in %.1fs", name, wait_s, extra=ONE_RANK)
         end = time.monotonic() + wait_s
-        while (left_s := end - time.monotonic()) > 0 and not self._driver_stops:
-            time.sleep(min(left_s, 0.1))
+        while (left_s := end - time.monotonic()) > 0 and not self._wait_ended.wait(min(left_s, _POLL_S)):
+            if self._stop_listener.stop is not stop:  # a deadline was announced, as a cloud does it
+                return
 
     def _pass_on(self, stop: StopRequest) -> None:
         with self._lock:
@@ -192,8 +212,16 @@ class RayWorker:
         if stop.certain and (remaining_s := stop.remaining_s()) is not None:
             process_exit.schedule(max(0.0, remaining_s - 1))  # the function may never reach a point where it saves
 
+    def _deadline_moved(self) -> None:
+        """A later request, such as a drain, has moved the deadline closer."""
+        assert self._stop_listener.stop is not None
+        stop = replace(self._stop_listener.stop, signal=None)
+        if stop != self._stop and not self._shutting_down:
+            self._pass_on(stop)
+
     def _drained(self, deadline: float | None) -> None:
         """Ray drains a node of this run. `deadline`: in seconds since the epoch."""
+        self._wait_ended.set()
         remaining_s = None if deadline is None else deadline - time.time()
         at = time.monotonic() + remaining_s if remaining_s is not None and remaining_s > 0 else None
         self._stop_listener.request("a node of the run is drained", deadline=at)
@@ -205,6 +233,7 @@ class RayWorker:
                 return
             stop = DriverStop.from_json(data)
             self._driver_stops = True
+            self._wait_ended.set()
             remaining_s = stop.remaining_s()
             deadline = None if remaining_s is None else time.monotonic() + max(1.0, remaining_s)
             self._stop_listener.request(f"{stop.reason} to the driver", deadline=deadline)
@@ -217,27 +246,25 @@ class RayWorker:
         @functools.wraps(target)
         def run() -> Any:
             try:
-                return target()
+                value = target()
+                if not self._stopped.is_set():
+                    return value
+                # The function has caught the stop and returned. Ray would take the run for finished.
             except Preempted as stopped:
-                step, checkpoint = stopped.step, stopped.checkpoint if stopped.saved else None
+                self.stopped(stopped)
+                stopped.__traceback__ = None  # it holds the frames of the function, and with them the model
+            except BaseException as error:
+                if not self._stopped.is_set():
+                    raise
+                log.warning("an error after the stop is ignored: %s: %s", type(error).__name__, error)
             finally:
                 self.reports.finish()
-            # Outside the except block: its traceback holds the frames of the function, and with them the model.
-            self._leave(step, checkpoint)
+            # Outside the except blocks, which hold the frames as well.
+            self.hand_back()
             while True:
                 threading.Event().wait()
 
         return run
-
-    def _leave(self, step: int | None, checkpoint: str | None) -> None:
-        """Hand the process back. `checkpoint`: where the step is saved."""
-        if checkpoint is not None:
-            with contextlib.suppress(ReprieveError):
-                self._store.client().set(SAVED, str(step or 0).encode())
-            if self._rank == 0:
-                took_s = time.monotonic() - self._began if self._began else 0.0
-                log.warning("JIT checkpoint completed in %.1fs: step %s, %s", took_s, step, checkpoint)
-        self.hand_back()
 
 
 _worker: RayWorker | None = None
@@ -250,11 +277,7 @@ def protect_worker(config: ResolvedConfig, address: StoreAddress, generation: in
     if _worker is not None:
         return
     context = internals.worker_context()
-    os.environ.pop(LAUNCHER_SOCKET, None)  # only the driver reports to the launcher
-    os.environ.update(config.environment)
-    os.environ["REPRIEVE_RUN"] = context.run_name
-    if context.folder is not None and "CHECKPOINT_URI" not in os.environ:
-        os.environ["CHECKPOINT_URI"] = str(context.folder / CHECKPOINT_FOLDER)
+    set_environment(config, context)
     show_logs(context.rank)
     store = generation_store(address, generation)
     discovery.provide(context.rank, context.world_size, prefixed(store.client(), "job"))
@@ -265,6 +288,15 @@ def protect_worker(config: ResolvedConfig, address: StoreAddress, generation: in
     protect_transformers()
 
 
+def set_environment(config: ResolvedConfig, context: internals.WorkerContext) -> None:
+    """Give this process the settings of the driver."""
+    os.environ.pop(LAUNCHER_SOCKET, None)  # only the driver reports to the launcher
+    os.environ.update(config.environment)
+    os.environ["REPRIEVE_RUN"] = context.run_name
+    # Of an object store as well, so that a Trainer refuses it: its own output_dir would be on this node alone.
+    os.environ.setdefault("CHECKPOINT_URI", f"{context.folder or context.uri}/{CHECKPOINT_FOLDER}")
+
+
 def release_worker() -> None:
     """Ray shuts this worker down."""
     if _worker is not None:
@@ -272,7 +304,7 @@ def release_worker() -> None:
 
 
 def should_checkpoint() -> bool:
-    """Return whether to save a checkpoint now, because the run is told to stop: true on all workers in the same call.
+    """Return whether to save a checkpoint now, because a stop was requested: true on all workers in the same call.
 
     Call it equally often on every worker, save a checkpoint where it is true, and pass it to `ray.train.report`: that
     call ends the training function once the checkpoint is committed. Outside Ray, and where the run is not protected,

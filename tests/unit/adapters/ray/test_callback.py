@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 import ray.util
+from pyarrow.fs import _MockFileSystem
+from ray.train import Checkpoint, CheckpointConfig
 from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
 from ray.train.v2._internal.execution.storage import StorageContext
+from ray.train.v2._internal.execution.training_report import _TrainingReport
 
 from reprieve.adapters.ray import callback as callback_module
 from reprieve.adapters.ray import controller, internals
@@ -21,6 +24,7 @@ from reprieve.adapters.ray.config import JITCheckpointConfig
 from reprieve.adapters.ray.controller import DriverStopped, RunController
 from reprieve.adapters.ray.messages import DriverStop, StoreAddress, stop_key, store_key
 from reprieve.errors import ConfigError, FolderInUse
+from reprieve.run_state import RunState
 from tests.support.helpers import FakeClock
 
 
@@ -114,6 +118,16 @@ def test_two_callbacks_protect_once(cluster: dict[str, bytes], run_context: Any)
     first.before_controller_abort()
 
 
+def test_a_callback_beside_one_that_protects_leaves_the_run_to_it(cluster: dict[str, bytes], run_context: Any) -> None:
+    """Ray calls those of the environment first."""
+    of_environment, of_config = sent(made()), sent(made())
+    of_environment._protects = False
+    sent(of_environment).after_controller_start(run_context)
+    of_config.after_controller_start(run_context)
+    assert list(cluster) == [store_key(of_config.run_id)]
+    of_config.before_controller_abort()
+
+
 def test_another_live_run_of_that_name_is_refused_until_it_ends(
     cluster: dict[str, bytes], run_context: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,11 +145,31 @@ def test_another_live_run_of_that_name_is_refused_until_it_ends(
     third.before_controller_abort()
 
 
+@pytest.mark.filterwarnings("ignore:The `.*` method is deprecated:DeprecationWarning")  # of pydantic, used by Ray
+def test_a_new_driver_knows_the_step_that_it_resumes_from(cluster: dict[str, bytes], run_context: Any) -> None:
+    manager = CheckpointManager(CheckpointConfig(), storage := run_context.run_config.storage_context)
+    path = Path(storage.build_checkpoint_path_from_name("checkpoint_1"))
+    path.mkdir(parents=True)
+    report = _TrainingReport(metrics={"epoch": 30.5}, checkpoint=Checkpoint(str(path)), validation=False)
+    manager._notify = lambda: None  # needs the controller's event loop
+    manager.register_checkpoint(report)
+    live = sent(made())
+    live.after_controller_start(run_context)
+    start_group(live)
+    assert live._controller is not None and live._controller.progress.snapshot().resumed_from == 30
+    live.after_controller_finish(SimpleNamespace(error=OSError("the disk is full")))
+    assert live._controller.progress.snapshot().state == RunState.FAILED
+    asyncio.run(live.before_controller_shutdown())
+
+
 def test_storage_that_is_no_file_system_is_not_claimed(cluster: dict[str, bytes], tmp_path: Path) -> None:
-    storage = SimpleNamespace(storage_filesystem=SimpleNamespace(type_name="s3"), experiment_fs_path="bucket/run")
+    files = _MockFileSystem()
+    files.create_dir("bucket/run")
+    storage = StorageContext("bucket", "run", storage_filesystem=files)
     live = sent(made())
     live.after_controller_start(SimpleNamespace(run_config=SimpleNamespace(storage_context=storage)))
-    assert live._address is not None
+    assert live._address is not None and live._controller is not None
+    assert live._controller._lease is None
     asyncio.run(live.before_controller_shutdown())
 
 

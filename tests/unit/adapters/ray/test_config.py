@@ -94,6 +94,15 @@ def test_the_drivers_environment_travels() -> None:
     assert not {"HOME", "REPRIEVE_GRACE"} & set(resolved.environment)
 
 
+def test_a_relative_folder_of_the_environment_is_refused() -> None:
+    """Ray changes the working directory of each worker."""
+    with pytest.raises(ConfigError, match="CHECKPOINT_URI='checkpoints' is relative, and Ray changes the working dir"):
+        resolve_config(JITCheckpointConfig(enabled=True), {"CHECKPOINT_URI": "checkpoints"})
+    for folder in ("/nfs/checkpoints", "file:///nfs/checkpoints", "~/checkpoints"):
+        env = {"CHECKPOINT_URI": folder}
+        assert resolve_config(JITCheckpointConfig(), env).environment["CHECKPOINT_URI"] == folder
+
+
 def test_settings_of_the_launcher_stay_behind() -> None:
     resolved = resolve_config(JITCheckpointConfig(), {"REPRIEVE_RESTARTS": "5", "REPRIEVE_KILL_WAIT": "9s"})
     assert dict(resolved.environment) == {}

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from pathlib import Path
+from queue import Queue
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import ray
+from ray.train import Checkpoint, CheckpointUploadMode
+from ray.train.v2._internal.execution.context import TrainContext
 from ray.train.v2._internal.execution.controller.controller import TrainController
 from ray.train.v2._internal.execution.preemption import PreemptionContext, merge_preemption_info
+from ray.train.v2._internal.execution.storage import StorageContext
 from ray.train.v2.api.config import FailureConfig
 from ray.train.v2.api.preemption import PreemptionInfo
 
 from reprieve.adapters.ray import internals
-from reprieve.adapters.ray.internals import HeldPreemption, check_version
+from reprieve.adapters.ray.internals import Commit, HeldPreemption, check_version
 from reprieve.errors import ConfigError
 
 # Versions
@@ -159,3 +167,70 @@ def test_a_drain_after_the_release_changes_nothing(monkeypatch: pytest.MonkeyPat
     assert drain.restarts()
     drain.begin(None)
     assert drain.restarts()
+
+
+# A checkpoint that Ray commits
+
+
+class Reports:
+    """The reports of a world of one, made by Ray's own context, and a controller that processes them when told."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        self.storage = StorageContext(storage_path=str(folder), experiment_dir_name="run")
+        self.processed = 0
+        results: Queue[Any] = Queue()
+        unused: Any = None
+        self.context = TrainContext(
+            train_run_context=unused,
+            distributed_context=SimpleNamespace(world_rank=0, world_size=1),  # type: ignore[arg-type]
+            execution_context=SimpleNamespace(result_queue=results, train_context_callbacks=[]),  # type: ignore[arg-type]
+            storage_context=self.storage,
+            preemption_context=PreemptionContext(),
+            controller_actor=SimpleNamespace(  # type: ignore[arg-type]
+                get_all_reported_checkpoints=SimpleNamespace(remote=lambda index, mode, timeout_s: index)
+            ),
+            dataset_shard_provider=unused,
+        )
+        monkeypatch.setattr(self.context, "_sync_checkpoint_dir_name_across_ranks", lambda name: name)
+        monkeypatch.setattr(internals, "get_train_context", lambda: self.context)
+        monkeypatch.setattr(
+            ray, "wait", lambda answers, timeout: (answers, []) if self.are_processed(answers) else ([], answers)
+        )
+        monkeypatch.setattr(ray, "get", lambda answer: [])
+
+    def are_processed(self, answers: list[int]) -> bool:
+        return answers == [self.processed]
+
+    def report(self, name: str, mode: CheckpointUploadMode, uploaded: threading.Event | None = None) -> str:
+        """Report a checkpoint. Returns its path. `uploaded`: its upload ends then."""
+
+        def upload(checkpoint: Checkpoint, name: str) -> Checkpoint:
+            assert uploaded is None or uploaded.wait(20)
+            return Checkpoint(self.path(name), self.storage.storage_filesystem)
+
+        self.context.report({}, Checkpoint(str(self.folder)), name, mode, checkpoint_upload_fn=upload)
+        return self.path(name)
+
+    def path(self, name: str) -> str:
+        return f"{self.storage.experiment_fs_path}/{name}"
+
+
+@pytest.mark.parametrize("name", ["second", "first"], ids=["another name", "the same name again"])
+def test_an_upload_in_the_background_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    reports = Reports(tmp_path, monkeypatch)
+    uploaded = threading.Event()
+    first = reports.report("first", CheckpointUploadMode.SYNC)
+    reports.processed = 1
+    assert Commit().wait(1) == first
+    reports.report(name, CheckpointUploadMode.ASYNC, uploaded)
+    commit = Commit()
+    assert commit.wait(0.01) is None, "the checkpoint before it was taken for this one"
+    uploaded.set()
+    end = time.monotonic() + 20
+    while reports.context.current_report_index < 2:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert commit.wait(0.01) is None, "the controller has not processed it"
+    reports.processed = 2
+    assert commit.wait(1) == reports.path(name)

@@ -29,10 +29,15 @@ class FakeWorker:
     def __init__(self) -> None:
         self.has_session = False
         self.stop: StopRequest | None = None
+        self.save_began: float | None = None
         self.requested_by_peer: list[str] = []
+        self.has_stopped: list[Preempted] = []
 
     def request_stop(self, reason: str) -> None:
         self.requested_by_peer.append(reason)
+
+    def stopped(self, stopped: Preempted) -> None:
+        self.has_stopped.append(stopped)
 
 
 class Rank:
@@ -109,10 +114,31 @@ def job() -> Iterator[Job]:
     job.close()
 
 
+def commit(monkeypatch: pytest.MonkeyPatch, committed: Callable[[], str | None]) -> None:
+    """Let Ray answer whether it has committed the last report: with the path of its checkpoint, or None."""
+    monkeypatch.setattr(internals.Commit, "wait", lambda commit, timeout_s: committed() or time.sleep(0.01))
+
+
+class FakeExit:
+    """Where a process is to be handed back."""
+
+    def __init__(self) -> None:
+        self.scheduled_s: list[float] = []
+
+    def schedule(self, seconds: float) -> None:
+        self.scheduled_s.append(seconds)
+
+
+@pytest.fixture(autouse=True)
+def process_exit(monkeypatch: pytest.MonkeyPatch) -> FakeExit:
+    process_exit = FakeExit()
+    monkeypatch.setattr(reports, "process_exit", process_exit)
+    return process_exit
+
+
 @pytest.fixture(autouse=True)
 def _committed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(internals, "reported_checkpoint", lambda: "/run/checkpoint_1")
-    monkeypatch.setattr(internals, "is_committed", lambda path, timeout_s: True)
+    commit(monkeypatch, lambda: "/run/checkpoint_1")
 
 
 def document_loop(
@@ -139,7 +165,7 @@ def test_it_is_true_in_the_same_call_of_all_workers(job: Job, on: int) -> None:
     for rank in job.ranks:
         assert rank.stopped is not None and rank.stopped.saved
         assert rank.steps == first.true_at[0], "it trained on after the stop"
-        assert rank.reports.committed == "/run/checkpoint_1"
+        assert rank.stopped.checkpoint == "/run/checkpoint_1"
 
 
 def test_the_other_worker_hears_of_the_stop(job: Job) -> None:
@@ -155,9 +181,22 @@ def test_without_a_stop_nothing_changes(job: Job) -> None:
 
 @pytest.mark.parametrize("saving", [0, 1])
 def test_a_checkpoint_on_one_worker_ends_all(job: Job, saving: int) -> None:
+    """Rank 0 logs where it is, and how long it took since the request, whichever worker knows that."""
+    job.ranks[1].worker.save_began = time.monotonic() - 60
     job.run(document_loop(has_checkpoint=lambda rank: rank.rank == saving))
     assert [len(rank.true_at) for rank in job.ranks] == [1, 1]
-    assert all(rank.stopped is not None and rank.stopped.saved for rank in job.ranks)
+    for rank in job.ranks:
+        assert rank.stopped is not None and rank.stopped.saved
+        assert rank.stopped.checkpoint == "/run/checkpoint_1"
+        assert rank.stopped.requested_at is not None and 60 <= time.monotonic() - rank.stopped.requested_at < 90
+
+
+def test_a_worker_is_told_of_the_stop_and_handed_back_although_its_function_hangs(
+    job: Job, process_exit: FakeExit
+) -> None:
+    job.run(document_loop())
+    assert [rank.worker.has_stopped for rank in job.ranks] == [[rank.stopped] for rank in job.ranks]
+    assert process_exit.scheduled_s == [reports.UNWIND_LIMIT_S] * 2
 
 
 def test_a_report_without_a_checkpoint_continues_with_one_warning(job: Job, caplog: pytest.LogCaptureFixture) -> None:
@@ -258,6 +297,27 @@ def test_a_worker_that_ends_without_a_report_holds_nobody(job: Job) -> None:
     assert "rank 1: RanksError: its training function ended without a report" in failure
 
 
+def test_a_report_that_fails_is_not_said_to_be_missing(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    for rank in job.ranks:
+        rank.report = rank.reports.wrap(_fail)
+
+    def loop(rank: Rank, step: int) -> None:
+        if step == 5 and rank.rank == 0:
+            rank.request_stop()
+        if rank.reports.should_checkpoint():
+            with pytest.raises(ZeroDivisionError):
+                rank.report({"step": step}, "checkpoint")
+            raise Preempted("the function ends by that error")
+
+    job.run(loop)
+    assert all(rank.stopped is not None for rank in job.ranks)
+    assert "ended without a report" not in caplog.text
+
+
+def _fail(metrics: dict[str, Any], checkpoint: Any = None) -> None:
+    raise ZeroDivisionError("of the upload")
+
+
 def test_a_stop_that_the_function_caught_is_raised_again() -> None:
     job = Job(world_size=1)
     (rank,) = job.ranks
@@ -282,15 +342,33 @@ def test_a_stop_that_the_function_caught_is_raised_again() -> None:
 def test_a_checkpoint_that_is_not_committed_is_not_called_saved(
     job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(internals, "is_committed", lambda path, timeout_s: False)
+    commit(monkeypatch, lambda: None)
     now = time.monotonic()
     for rank in job.ranks:
         rank.worker.stop = StopRequest("SIGTERM", now, now + 1, certain=True)
     job.run(document_loop())
     for rank in job.ranks:
         assert rank.stopped is not None and not rank.stopped.saved
-        assert rank.stopped.reason == "SIGTERM" and rank.reports.committed is None
+        assert rank.stopped.reason == "SIGTERM" and rank.stopped.checkpoint is None
     assert "has not committed the checkpoint before the deadline" in caplog.text
+
+
+@pytest.mark.parametrize(("metrics", "step"), [({"epoch": 1.25}, 1), ({"step": "text"}, 3), ({"step": None}, 3)])
+def test_any_metrics_may_be_reported(metrics: dict[str, Any], step: int) -> None:
+    """The step that is saved is the one that they name, or the number of reports."""
+    job = Job(world_size=1)
+    (rank,) = job.ranks
+    report = rank.reports.wrap(lambda metrics, checkpoint=None: None)
+
+    def loop(rank: Rank, step: int) -> None:
+        if step == 3:
+            rank.request_stop()
+        rank.reports.should_checkpoint()
+        report(metrics, "checkpoint")
+
+    job.run(loop)
+    assert rank.stopped is not None and rank.stopped.step == step
+    job.close()
 
 
 def test_a_session_in_the_function_decides_itself(job: Job) -> None:

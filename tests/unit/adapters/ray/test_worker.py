@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
+import signal
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from reprieve.adapters.ray import internals, worker
+from reprieve.adapters.ray import internals, reports, worker
 from reprieve.adapters.ray.config import JITCheckpointConfig, resolve_config
 from reprieve.adapters.ray.internals import WorkerContext
-from reprieve.adapters.ray.messages import DRIVER_STOP, PARKED, DriverStop
+from reprieve.adapters.ray.messages import DRIVER_STOP, PARKED, SAVED, DriverStop
 from reprieve.adapters.ray.worker import RayWorker
+from reprieve.errors import ConfigError
+from reprieve.preemption.notices import Notice
 from reprieve.preemption.process_exit import Preempted, ProcessExit
 from reprieve.preemption.process_host import StopRequest
+from reprieve.settings import resolve
+from reprieve.storage.uri import run_folder
 from tests.support.memory_store import MemoryStore
 
 SOON_S = 20.0
@@ -45,7 +53,7 @@ class Lab:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
         self.preemption = FakePreemption()
-        context = WorkerContext(rank=0, world_size=1, local_rank=0, run_name="run", folder=None)
+        context = WorkerContext(rank=0, world_size=1, local_rank=0, run_name="run", run_id="1", folder=None)
         monkeypatch.setattr(internals, "worker_context", lambda: context)
         install = SimpleNamespace(install=lambda on_drain: self.preemption)
         monkeypatch.setattr(internals, "HeldPreemption", install)
@@ -59,16 +67,25 @@ class Lab:
         process_exit = ProcessExit()
         process_exit.host = self.worker
         monkeypatch.setattr(worker, "process_exit", process_exit)
+        monkeypatch.setattr(reports, "process_exit", process_exit)
 
     def request(self, number: int | None = None, *, deadline_s: float | None = None) -> None:
         deadline = None if deadline_s is None else time.monotonic() + deadline_s
         self.worker._stop_listener.request("SIGTERM", number=number, deadline=deadline)
 
-    def stopped(self) -> StopRequest:
+    def until(self, is_true: Callable[[], object], what: str) -> None:
         end = time.monotonic() + SOON_S
-        while self.worker.stop is None:
-            assert time.monotonic() < end, "the stop was not passed on"
+        while not is_true():
+            assert time.monotonic() < end, f"not: {what}"
             time.sleep(0.01)
+
+    def held(self) -> None:
+        """Wait until the request is there."""
+        self.until(lambda: self.preemption.calls, "the controller is held")
+
+    def stopped(self) -> StopRequest:
+        self.until(lambda: self.worker.stop is not None, "the stop is passed on")
+        assert self.worker.stop is not None
         return self.worker.stop
 
     def parked(self) -> int:
@@ -79,6 +96,12 @@ class Lab:
         thread = threading.Thread(target=self.worker._guarded(function), daemon=True)
         thread.start()
         return thread
+
+
+def notice(after_s: float) -> Notice:
+    """A cloud will reclaim the machine."""
+    deadline = datetime.now(timezone.utc) + timedelta(seconds=after_s)
+    return Notice(source="AWS", reason="the machine is reclaimed", deadline=deadline)
 
 
 @pytest.fixture
@@ -145,6 +168,69 @@ def test_a_driver_stop_ends_kill_wait(make: Callable[..., Lab]) -> None:
     lab.stopped()
 
 
+@pytest.mark.parametrize(
+    "follow",
+    [
+        pytest.param(lambda lab: lab.worker._drained(None), id="a drain"),
+        pytest.param(lambda lab: lab.worker._drained(time.time() + 600), id="a drain with a deadline"),
+        pytest.param(lambda lab: lab.worker._stop_listener._noticed(notice(600)), id="a notice"),
+        pytest.param(lambda lab: lab.worker.request_stop("a stop request to another rank"), id="another rank's stop"),
+    ],
+)
+def test_what_follows_a_signal_ends_kill_wait(make: Callable[..., Lab], follow: Callable[[Lab], None]) -> None:
+    lab = make(kill_wait=3600)
+    lab.request(15)
+    lab.held()
+    follow(lab)
+    lab.stopped()
+
+
+def test_a_later_deadline_reaches_the_function_its_sessions_and_the_hand_back(make: Callable[..., Lab]) -> None:
+    lab = make(kill_wait=0)
+    received: list[StopRequest] = []
+    lab.worker.subscribe(received.append)
+    lab.request(15)
+    assert lab.stopped().deadline is None
+    lab.run(threading.Event().wait)
+    lab.worker._drained(time.time() + 1.5)
+    lab.until(lambda: len(received) == 2, "the session has the deadline")
+    remaining_s = received[-1].remaining_s()
+    assert received[-1].certain and remaining_s is not None and remaining_s <= 1.5
+    assert lab.worker.stop == received[-1]
+    assert lab.preemption.released.wait(SOON_S), "the process is not handed back before the deadline"
+
+
+def test_a_later_deadline_that_is_not_closer_changes_nothing(make: Callable[..., Lab]) -> None:
+    lab = make(kill_wait=0, grace=60)
+    received: list[StopRequest] = []
+    lab.worker.subscribe(received.append)
+    lab.request(15)
+    stop = lab.stopped()
+    lab.worker._drained(time.time() + 600)
+    lab.worker._drained(None)
+    time.sleep(0.2)
+    assert received == [stop]
+
+
+@pytest.mark.parametrize("signals", [("SIGUSR1",), ("SIGTERM", "SIGUSR2")])
+def test_other_signals_stop_a_worker_too(
+    make: Callable[..., Lab], caplog: pytest.LogCaptureFixture, signals: tuple[str, ...]
+) -> None:
+    lab = make(kill_wait=0, signals=signals)
+    os.kill(os.getpid(), getattr(signal, signals[-1]))
+    lab.stopped()
+    assert f"{signals[-1]} received, initiating JIT checkpoint in 0.0s" in caplog.messages
+
+
+def test_a_notice_of_a_cloud_stops_a_worker_without_kill_wait(make: Callable[..., Lab]) -> None:
+    lab = make(kill_wait=3600)
+    lab.worker._stop_listener._noticed(notice(120))
+    stop = lab.stopped()
+    remaining_s = stop.remaining_s()
+    assert stop.reason == "AWS: the machine is reclaimed"
+    assert stop.certain and remaining_s is not None and 100 < remaining_s <= 120
+
+
 def test_a_session_gets_the_request_also_when_it_comes_later(make: Callable[..., Lab]) -> None:
     lab = make()
     first: list[StopRequest] = []
@@ -160,6 +246,33 @@ def test_a_session_gets_the_request_also_when_it_comes_later(make: Callable[...,
         assert time.monotonic() < end
         time.sleep(0.01)
     lab.worker.unsubscribe(first.append)
+
+
+# What a Trainer in the function finds
+
+
+@pytest.mark.parametrize(
+    ("folder", "given", "checkpoints"),
+    [
+        (Path("/shared/run"), {}, "/shared/run/reprieve"),
+        (Path("/shared/run"), {"CHECKPOINT_URI": "/nfs/mine"}, "/nfs/mine"),
+        (None, {"CHECKPOINT_URI": "/nfs/mine"}, "/nfs/mine"),
+        (None, {}, "s3://bucket/run/reprieve"),
+    ],
+)
+def test_a_trainer_saves_where_all_nodes_see_it(
+    monkeypatch: pytest.MonkeyPatch, folder: Path | None, given: dict[str, str], checkpoints: str
+) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    context = WorkerContext(
+        rank=0, world_size=1, local_rank=0, run_name="run", run_id="1", folder=folder, uri="s3://bucket/run"
+    )
+    worker.set_environment(resolve_config(JITCheckpointConfig(enabled=True), given), context)
+    found = resolve({}, os.environ).checkpoints
+    assert found == checkpoints
+    if "://" in checkpoints:
+        with pytest.raises(ConfigError, match="'s3://bucket/run/reprieve': this version writes to local and mounted"):
+            run_folder(found, None)
 
 
 # Above the training function
@@ -192,6 +305,74 @@ def test_a_stop_parks_the_thread_frees_the_model_and_hands_the_process_back(
         re.fullmatch(r"JIT checkpoint completed in [0-9.]+s: step 7, /run/checkpoint-7", message)
         for message in caplog.messages
     )
+
+
+def test_what_is_saved_is_known_before_the_function_has_unwound(
+    make: Callable[..., Lab], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A session has saved, and a `finally` hangs: the process is handed back, and the controller knows the step."""
+    lab = make()
+
+    def train() -> None:
+        stopped = Preempted("SIGTERM", step=7, saved=True, checkpoint="/c-7", requested_at=time.monotonic() - 60)
+        lab.worker.stopped(stopped)
+        lab.worker.hand_back()
+        try:
+            raise stopped
+        finally:
+            threading.Event().wait()
+
+    lab.run(train)
+    assert lab.preemption.released.wait(SOON_S)
+    assert lab.store.get(SAVED) == b"7"
+    [completed] = [message for message in caplog.messages if "completed" in message]
+    assert re.fullmatch(r"JIT checkpoint completed in 6\d\.\ds: step 7, /c-7", completed), completed
+
+
+@pytest.mark.parametrize("end", ["returns", "fails"])
+def test_a_function_that_catches_the_stop_is_stopped_all_the_same(
+    make: Callable[..., Lab], caplog: pytest.LogCaptureFixture, end: str
+) -> None:
+    """Ray would take the run for finished, or count a failure."""
+    lab = make()
+
+    def train() -> int:
+        try:
+            stopped = Preempted("SIGTERM", step=7, saved=True, checkpoint="/run/checkpoint-7")
+            lab.worker.stopped(stopped)
+            raise stopped
+        except SystemExit:
+            if end == "fails":
+                raise ZeroDivisionError("of the user") from None
+            return 7
+
+    thread = lab.run(train)
+    assert lab.preemption.released.wait(SOON_S)
+    assert thread.is_alive() and lab.parked() == 1
+    assert ("an error after the stop is ignored: ZeroDivisionError: of the user" in caplog.text) == (end == "fails")
+
+
+def test_a_report_that_ends_the_function_hands_the_process_back_in_time(
+    make: Callable[..., Lab], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its `finally` hangs. Another rank's release would not be seen: Ray reads that of the first rank."""
+    monkeypatch.setattr(reports, "UNWIND_LIMIT_S", 0.2)
+    monkeypatch.setattr(internals.Commit, "wait", lambda commit, timeout_s: "/run/checkpoint_1")
+    lab = make()
+    report = lab.worker.reports.wrap(lambda metrics, checkpoint: None)
+    lab.worker._drained(None)
+    lab.stopped()
+
+    def train() -> None:
+        try:
+            while lab.worker.reports.should_checkpoint() or not report({"step": 3}, "checkpoint"):
+                report({"step": 3}, "checkpoint")
+        finally:
+            threading.Event().wait()
+
+    lab.run(train)
+    assert lab.preemption.released.wait(SOON_S)
+    assert lab.store.get(SAVED) == b"3"
 
 
 def test_a_stop_without_a_save_is_not_called_completed(
