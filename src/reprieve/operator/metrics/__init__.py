@@ -1,0 +1,1 @@
+"""What the operator tells Prometheus about the jobs and about itself."""

@@ -1,0 +1,1 @@
+"""The status controller: what happens to protected TrainJobs, in their `status.trainingProgress`."""
