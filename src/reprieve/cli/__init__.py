@@ -1,7 +1,7 @@
 """The command line: one module per command, each with `arguments` and `main`. stdout has data, stderr messages.
 
 Exit codes: 0 success; 1 the command found a problem, such as an invalid checkpoint; 2 the command could not be
-understood or carried out. `run` and `resume` exit as the training does (docs/launch.md).
+understood or carried out. `run`, `resume`, `hold` and `finetune` exit as a training does (docs/launch.md).
 
 Only the modules of the given command are imported: the launcher must not delay the training command.
 """
@@ -16,23 +16,28 @@ from typing import Any
 
 from reprieve import exit_codes
 from reprieve._version import __version__
+from reprieve.cli.trainjob.target import names_train_job
 from reprieve.errors import ConfigError, ReprieveError
 from reprieve.run_state import RunState
 
 COMMANDS = {
     "run": "run a training command so that it can be stopped at any moment",
     "drill": "rehearse a preemption and report whether the job survives its grace period",
-    "status": "show the runs of this machine",
-    "pause": "save a run and stop it",
-    "resume": "start a run again with the same command, folder and options",
-    "logs": "show the output of a run",
+    "status": "show the runs of this machine, or the TrainJobs of a cluster",
+    "pause": "save a run or a TrainJob and stop it",
+    "resume": "start a run or a TrainJob again, as it was started before",
+    "logs": "show the output of a run or a TrainJob",
+    "finetune": "fine-tune a language model with LoRA, so that it can be stopped at any moment",
+    "hold": "hold a container for commands by kubectl exec, and let them save when it is stopped",
     "doctor": "check whether this machine is ready for preemptible training",
-    "ls": "list the checkpoints in a folder",
+    "ls": "list the checkpoints in a folder, or of a TrainJob",
     "show": "show one checkpoint",
     "verify": "read every byte of checkpoints and report whether they are valid",
+    "operator": "serve TrainJobs' spec.checkpointing on Kubernetes",
 }
 
-_TRAINING_COMMANDS = ("run", "resume")
+_TRAINING_COMMANDS = ("run", "resume", "hold", "finetune")
+"""They exit as a training does (docs/launch.md). `resume trainjob/NAME` trains nothing."""
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -56,7 +61,7 @@ def execute(words: Sequence[str]) -> int:
         return int(command.main(_parser(name, command).parse_args(rest)))
     except ReprieveError as error:
         print(f"error: {error}", file=sys.stderr)
-        if name not in _TRAINING_COMMANDS or not isinstance(error, ConfigError):
+        if not _exits_as_a_training(words) or not isinstance(error, ConfigError):
             return exit_codes.USAGE_ERROR
         # Commands that start a training exit like one: a wrong setting is a permanent failure.
         from reprieve.launch.messages import write_exit_message
@@ -66,6 +71,10 @@ def execute(words: Sequence[str]) -> int:
     except BrokenPipeError:  # `reprieve ls | head`
         sys.stderr.close()
         return 0
+
+
+def _exits_as_a_training(words: Sequence[str]) -> bool:
+    return words[0] in _TRAINING_COMMANDS and not (words[0] == "resume" and any(map(names_train_job, words)))
 
 
 def _parser(name: str, command: Any) -> ArgumentParser:

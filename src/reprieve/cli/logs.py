@@ -1,6 +1,8 @@
-"""`reprieve logs`: shows the output of a run over all its starts.
+"""`reprieve logs`: shows the output of a run over all its starts, or of one rank of a TrainJob.
 
-example: reprieve logs --follow train-3f2a1b
+examples:
+  reprieve logs --follow train-3f2a1b
+  reprieve logs --lines 20 --rank 1 trainjob/finetune
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+from reprieve.cli.trainjob.target import add_options, find_job
 from reprieve.errors import ConfigError
 from reprieve.launch.runs.run_record import Runs
 
@@ -18,12 +21,19 @@ _CHUNK_BYTES = 2**20
 
 
 def arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("run", help="the run's name; reprieve status lists them")
+    parser.add_argument("run", metavar="RUN", help="the run's name, or trainjob/NAME; reprieve status lists them")
     parser.add_argument("-n", "--lines", metavar="N", type=int, help="show only the last N lines")
     parser.add_argument("-f", "--follow", action="store_true", help="keep printing new output until the run ends")
+    add_options(parser)
+    parser.add_argument("--rank", metavar="N", type=int, help="the node of the TrainJob whose output to show (0)")
+    parser.add_argument("--json", action="store_true", help="print each line as JSON (a TrainJob)")
 
 
 def main(args: Namespace) -> int:
+    if (target := find_job(args.run, args, "rank", "json")) is not None:
+        from reprieve.cli.trainjob.verbs import show_log
+
+        return show_log(target, args)
     run: str = args.run
     runs = Runs()
     record, folder = runs.find(run), runs.folder(run)

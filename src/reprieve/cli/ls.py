@@ -1,8 +1,11 @@
 """`reprieve ls`: lists the checkpoints in a folder, newest first: step, age, size, and whether they are valid.
 
-Reads manifests and sizes only; `reprieve verify` reads every byte.
+Reads manifests and sizes only; `reprieve verify` reads every byte. Of a TrainJob, it lists those that rank 0 has last
+reported.
 
-example: reprieve ls checkpoints
+examples:
+  reprieve ls checkpoints
+  reprieve ls trainjob/finetune --json
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from rich.text import Text
 
 from reprieve.cli.checkpoint_argument import checkpoints_at
 from reprieve.cli.output import ago, data, print_json, talk
+from reprieve.cli.trainjob.target import add_options, find_job
 from reprieve.units import format_size
 
 if TYPE_CHECKING:
@@ -22,11 +26,16 @@ if TYPE_CHECKING:
 
 
 def arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("folder", help="the checkpoint folder")
+    parser.add_argument("folder", metavar="FOLDER", help="the checkpoint folder, or trainjob/NAME")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    add_options(parser)
 
 
 def main(args: Namespace) -> int:
+    if (target := find_job(args.folder, args)) is not None:
+        from reprieve.cli.trainjob.verbs import list_checkpoints
+
+        return list_checkpoints(target, args)
     checkpoints = checkpoints_at(args.folder)
     if args.json:
         print_json([as_dict(checkpoint) for checkpoint in checkpoints])

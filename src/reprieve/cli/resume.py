@@ -1,9 +1,13 @@
-"""`reprieve resume`: starts a run again, with the same command, folder, options and environment.
+"""`reprieve resume`: starts a run or a TrainJob again, with the same command, folder, options and environment.
 
 The run resumes from its newest checkpoint. Variables that look like secrets (HF_TOKEN, …) are not stored: they come
 from the current environment.
 
-example: reprieve resume train-3f2a1b
+Of TrainJobs, it resumes those that Reprieve has paused. One that somebody else has suspended stays suspended.
+
+examples:
+  reprieve resume train-3f2a1b
+  reprieve resume trainjob/finetune --namespace team
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import os
 from argparse import ArgumentParser, Namespace
 
 from reprieve.cli.run import launch, start_detached
+from reprieve.cli.trainjob.target import add_options, find_job
 from reprieve.errors import ConfigError
 from reprieve.launch.messages import print_message
 from reprieve.launch.runs.run_record import RunRecord, Runs
@@ -23,11 +28,17 @@ _CALLER_VARIABLES = ("REPRIEVE_STATE_DIR", "XDG_STATE_HOME", "HOME")
 
 
 def arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("run", help="the run's name; reprieve status lists them")
+    parser.add_argument("run", metavar="RUN", help="the run's name, or trainjob/NAME; reprieve status lists them")
     parser.add_argument("--detach", action="store_true", help="return at once; the run continues in the background")
+    add_options(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON (a TrainJob)")
 
 
 def main(args: Namespace) -> int:
+    if (target := find_job(args.run, args, "json")) is not None:
+        from reprieve.cli.trainjob import verbs
+
+        return verbs.resume(target, args)
     run: str = args.run
     record = Runs().find(run)
     if record.alive:

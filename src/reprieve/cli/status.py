@@ -1,10 +1,12 @@
-"""`reprieve status`: shows the runs of this machine, or one of them in full.
+"""`reprieve status`: shows the runs of this machine or the TrainJobs of a cluster, or one of them in full.
 
 Goodput is the share of the time since the first start that ended up in trained steps.
 
 examples:
   reprieve status
   reprieve status train-3f2a1b --json
+  reprieve status trainjobs --namespace team
+  reprieve status --watch trainjob/finetune
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from reprieve.cli.output import ago, data, print_json, talk
+from reprieve.cli.trainjob.target import add_options, find_target
 from reprieve.launch.runs.goodput import time_spent
 from reprieve.launch.runs.run_record import RunRecord, Runs
 from reprieve.run_state import RunState
@@ -33,11 +36,19 @@ _COLOURS = {
 
 
 def arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("run", nargs="?", help="a run's name; default: all")
+    parser.add_argument(
+        "run", metavar="RUN", nargs="?", help="a run's name, trainjob/NAME, or trainjobs; default: all runs"
+    )
+    parser.add_argument("-w", "--watch", action="store_true", help="follow the TrainJob: print a line for each change")
+    add_options(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def main(args: Namespace) -> int:
+    if (target := find_target(args.run, args, "watch")) is not None:
+        from reprieve.cli.trainjob.status import show
+
+        return show(target, args)
     runs = Runs()
     records = [runs.find(args.run)] if args.run is not None else runs.all()
     if args.json:

@@ -24,7 +24,7 @@ def lab(tmp_path: Path) -> Lab:
 @pytest.mark.soak
 def test_pause_and_resume_again_and_again(lab: Lab) -> None:
     """Two ranks. Exact, and `status` is right at each moment."""
-    times, each = (10, 6) if SOAK else (2, 6)
+    times, each = (10, 6) if SOAK else (1, 6)
     steps = (times + 1) * 50
     launched = lab.start(lab.torchrun(2, steps=steps, step_s=0.05), "--name", "pausing", "--every", "5")
     for number in range(times):

@@ -1,0 +1,1 @@
+"""The verbs for TrainJobs: what `status`, `pause`, `resume`, `logs` and `ls` do with `trainjob/NAME`."""
