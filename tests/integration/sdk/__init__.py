@@ -1,0 +1,1 @@
+"""Of the Kubeflow SDK, with real processes."""

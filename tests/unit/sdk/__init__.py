@@ -1,0 +1,1 @@
+"""Of the Kubeflow SDK: trainer, client, bootstrap."""
