@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.cluster.kit.cluster import Cluster, session_cluster
+from tests.cluster.kit.objects import HOST_PATH, Object, pod_spec, reprieve_runtime, volume
+from tests.cluster.kit.operator_deployment import Operator, deployed
 from tests.cluster.kit.pod_watch import PodWatch
 from tests.cluster.rig.kubectl import Kubectl, KubectlError
 from tests.support.launch_kit import Lab
@@ -21,6 +25,8 @@ from tests.support.places import ROOT
 
 _FAILED = pytest.StashKey[bool]()
 LOG_LINES = 60
+SET_UP_S = {"cluster": 900, "operator": 300, "image": 300}
+"""What the fixtures of the session may take, in addition to the limit of the test that is the first to use them."""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -29,6 +35,17 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     report = yield
     item.stash[_FAILED] = item.stash.get(_FAILED, False) or report.failed
     return report
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Give the first test that uses a session's fixture the time to set it up: the cluster may have to be compiled."""
+    for fixture, set_up_s in SET_UP_S.items():
+        first = next((item for item in items if fixture in getattr(item, "fixturenames", ())), None)
+        if first is not None:
+            marker = first.get_closest_marker("timeout")
+            limit_s = marker.args[0] if marker is not None else float(config.getini("timeout"))
+            first.add_marker(pytest.mark.timeout(limit_s + set_up_s), append=False)
 
 
 @pytest.fixture(scope="session")
@@ -40,6 +57,14 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
         compile_imports("transformers.trainer", "peft")
     with session_cluster(full="kueue" in markers) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="session")
+def operator(cluster: Cluster) -> Iterator[Operator]:
+    """The operator of this checkout, deployed for the session."""
+    compile_imports("reprieve.operator.run", "reprieve.cli.operator")
+    with deployed(cluster) as operator:
+        yield operator
 
 
 def compile_imports(*modules: str) -> None:
@@ -62,6 +87,17 @@ def namespace(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Kube
     cluster.kubectl.for_namespace(name).run("delete", "pods", "--all", "--force", "--grace-period=0", "--wait=false")
 
 
+@pytest.fixture(scope="module")
+def runtime(cluster: Cluster) -> Iterator[Object]:
+    """The runtime that the examples name, with the Python of this checkout."""
+    spec = pod_spec(container="node", with_host_python=True, environment={"PATH": HOST_PATH})
+    runtime = reprieve_runtime("reprieve-torch", spec, max_restarts=1)
+    runtime["kind"] = "ClusterTrainingRuntime"
+    cluster.kubectl.apply(runtime)
+    yield runtime
+    cluster.kubectl.delete("clustertrainingruntime", "reprieve-torch")
+
+
 @pytest.fixture
 def pods(namespace: Kubectl, request: pytest.FixtureRequest) -> Iterator[PodWatch]:
     """The record of all pods of the test. If it fails, its output has the record and the pods' logs."""
@@ -76,14 +112,33 @@ def pods(namespace: Kubectl, request: pytest.FixtureRequest) -> Iterator[PodWatc
                         print(namespace.logs(pod.name, f"--tail={LOG_LINES}"))
 
 
-@pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
-    """Return the losses of both ranks of a job that nothing disturbs, on this machine."""
+@pytest.fixture
+def bind(namespace: Kubectl, cluster: Cluster, tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """A function that gives a claim of the namespace a folder."""
+    made: list[str] = []
 
-    def seen(**options: Any) -> list[Any]:
+    def bind(claim: str) -> Path:
+        folder = tmp_path / claim
+        folder.mkdir(exist_ok=True)
+        found = volume(namespace.namespace, claim, folder)
+        cluster.kubectl.apply(found)
+        made.append(found["metadata"]["name"])
+        return folder
+
+    yield bind
+    for name in made:
+        cluster.kubectl.delete("persistentvolume", name, wait=False)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Lab]:
+    """Run a job of two ranks that nothing disturbs, on this machine: once for all tests with the same options."""
+
+    @functools.cache
+    def run(**options: Any) -> Lab:
         lab = Lab(tmp_path_factory.mktemp("undisturbed"))
         ended = lab.run(lab.torchrun(2, **options))
         assert ended.code == 0, str(ended)
-        return [lab.seen(rank) for rank in range(2)]
+        return lab
 
-    return seen
+    return run

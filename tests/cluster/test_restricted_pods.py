@@ -6,12 +6,11 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.cluster.kit.cluster import Cluster
-from tests.cluster.kit.objects import Object, pod, reprieve_runtime
+from tests.cluster.kit.objects import RESTRICTIONS, UID, Object, pod, reprieve_runtime
 from tests.cluster.kit.pod_watch import PodState, PodWatch
 from tests.cluster.kit.training import Training, training_pod
 from tests.cluster.rig.kubectl import Kubectl
@@ -21,33 +20,19 @@ pytestmark = pytest.mark.timeout(600)
 
 SLOTS = {"waits": "reprieve.dev/place-of-waits", "gives-up": "reprieve.dev/place-of-gives-up"}
 UNSCHEDULABLE_S = 60
-UID = 1_000_650_000
-"""As OpenShift chooses them: a number without a passwd entry."""
-RESTRICTIONS: dict[str, dict[str, Any]] = {
-    "read-only": {"readOnlyRootFilesystem": True},
-    "random-uid": {"runAsUser": UID, "runAsGroup": 0},
-    "both": {
-        "readOnlyRootFilesystem": True,
-        "runAsUser": UID,
-        "runAsGroup": 0,
-        "runAsNonRoot": True,
-        "allowPrivilegeEscalation": False,
-        "capabilities": {"drop": ["ALL"]},
-    },
-}
 
 
 def test_restricted_pods_train_and_save(namespace: Kubectl, pods: PodWatch, tmp_path: Path) -> None:
     """None of them has a volume for /tmp, so a read-only root file system leaves no place for temporary files."""
     labs = {}
-    for name, context in RESTRICTIONS.items():
+    for name, context in {"no-volume": {}, **RESTRICTIONS}.items():
         (tmp_path / name).mkdir()
         labs[name] = lab = Lab(tmp_path / name)
         lab.job.chmod(0o777)
         spec = training_pod(lab, "torchrun", "--nproc-per-node=1", security=context, steps=10_000, step_s=0.1)
         namespace.apply(pod(name, spec))
     until(lambda: all(lab.last_step() >= 3 for lab in labs.values()), limit_s=180)
-    for name in RESTRICTIONS:
+    for name in labs:
         namespace.delete("pod", name, wait=False)
     pods.wait_for(lambda watch: len(watch.ended()) == len(labs), "all pods end", timeout_s=60)
     for end in pods.ended():

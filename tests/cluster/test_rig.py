@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cluster.kit.machine import machine_state, processes_with
-from tests.cluster.rig.layout import Instance
+from tests.cluster.rig.layout import Instance, default_instance
 from tests.cluster.rig.up import is_up
 from tests.support.places import ROOT
 
@@ -48,7 +48,7 @@ def run_rig_to_end(command: str, instance: Instance) -> float:
 
 @pytest.fixture
 def instance() -> Iterator[Instance]:
-    instance = Instance("rig-test")
+    instance = Instance(f"{default_instance().name[:15]}-rig")
     run_rig_to_end("down", instance)
     yield instance
     run_rig_to_end("down", instance)

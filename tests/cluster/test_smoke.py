@@ -10,6 +10,7 @@ import pytest
 from tests.cluster.kit.cluster import Cluster
 from tests.cluster.kit.objects import pod, pod_spec, train_job, training_runtime
 from tests.cluster.kit.pod_watch import PodWatch
+from tests.cluster.kit.training import apply_train_jobs
 from tests.cluster.rig.kubectl import Kubectl, has_condition
 from tests.cluster.rig.layout import build_output
 
@@ -39,7 +40,7 @@ time.sleep(600)
 
 def test_a_train_job_of_two_nodes_completes(namespace: Kubectl, pods: PodWatch) -> None:
     namespace.apply(training_runtime("python", pod_spec(container="node")))
-    namespace.apply(train_job("pair", ["python3", "-c", RENDEZVOUS], runtime="python", nodes=2))
+    apply_train_jobs(namespace, train_job("pair", ["python3", "-c", RENDEZVOUS], runtime="python", nodes=2))
     namespace.wait_for("trainjob", "pair", has_condition("Complete"), timeout_s=90)
     assert {(state.index, state.exit_code) for state in pods.ended()} == {(0, 0), (1, 0)}
     rank_0 = next(state for state in pods.ended() if state.index == 0)

@@ -13,6 +13,7 @@ import pytest
 
 from tests.cluster.kit.objects import pod_spec, reprieve_runtime, train_job
 from tests.cluster.kit.pod_watch import PodWatch
+from tests.cluster.kit.training import apply_train_jobs
 from tests.cluster.rig.kubectl import Kubectl, has_condition
 from tests.support.launch_kit import until
 from tests.support.places import HF_SCRIPTS
@@ -33,7 +34,7 @@ def test_a_trainer_that_is_deleted_in_training_and_in_evaluation(
     spec = pod_spec(container="node", with_host_python=True, folders=[folder], environment=ENVIRONMENT)
     command = [sys.executable, "-m", "reprieve", "run", "python", SCRIPT, str(folder), "0.3"]
     namespace.apply(reprieve_runtime("reprieve-torch", spec, max_restarts=1))
-    namespace.apply(train_job("finetune", command, runtime="reprieve-torch"))
+    apply_train_jobs(namespace, train_job("finetune", command, runtime="reprieve-torch"))
     at_batch: dict[str, Callable[[list[Any]], bool]] = {
         "training": lambda batch: batch[0] == "train" and batch[1] >= 3,
         "evaluation": lambda batch: batch == ["evaluate", 20],

@@ -12,10 +12,16 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
+import pytest
+
+from tests.cluster.rig import network
 from tests.cluster.rig.cgroups import find_processes
+from tests.cluster.rig.controllers import READY_WITHIN_S, controllers, wait_until_ready
 from tests.cluster.rig.kubectl import Kubectl, has_condition
 from tests.cluster.rig.layout import CACHE, Instance, build_output, default_instance
 from tests.cluster.rig.prerequisites import find_command
@@ -23,6 +29,15 @@ from tests.cluster.rig.up import cluster_kubectl, is_up
 from tests.support.places import ROOT
 
 STARTED_BY_TESTS = "started-by-tests"
+OTHER_CLUSTER = "REPRIEVE_TEST_KUBECONFIG"
+KUBELET_REPORTS_WITHIN_S = 12
+"""How often a kubelet reports its pods, and some time to get through. Its default is 10 s."""
+START_AGAIN = """\
+import os, sys
+from tests.cluster.rig import cgroups, layout
+cgroups.enter(layout.Instance(sys.argv[1]))
+os.execv(sys.argv[2], sys.argv[2:])
+"""
 
 
 @dataclass(frozen=True)
@@ -36,11 +51,29 @@ class Cluster:
     def nodes(self) -> list[str]:
         return [node["metadata"]["name"] for node in self.kubectl.list("nodes")]
 
+    @property
+    def access(self) -> tuple[list[str], str]:
+        """What a command begins with to reach the cluster, and the kubeconfig that it needs."""
+        if self.instance is None:
+            return [], os.environ[OTHER_CLUSTER]
+        return network.inside(self.instance), str(self.instance.admin_kubeconfig)
+
+    def run(self, *command: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        """Run a program of this machine that finds the cluster by KUBECONFIG."""
+        enter, kubeconfig = self.access
+        environment = {**os.environ, "KUBECONFIG": kubeconfig}
+        return subprocess.run([*enter, *command], env=environment, input=stdin, capture_output=True, text=True)
+
+    def own_instance(self) -> Instance:
+        """The rig's cluster; a test that needs what only the rig has is skipped on others."""
+        if self.instance is None:
+            pytest.skip(f"{OTHER_CLUSTER} names a cluster that is not the rig's")
+        return self.instance
+
     @contextlib.contextmanager
     def frozen_kubelet(self, node: str) -> Iterator[None]:
         """Stop the kubelet of a node for a while: the node becomes NotReady after 50 s, its pods run on."""
-        assert self.instance is not None, "only the kubelets of the rig can be frozen"
-        (kubelet,) = find_processes(self.instance, "kubelet", f"--hostname-override={node}")
+        (kubelet,) = find_processes(self.own_instance(), "kubelet", f"--hostname-override={node}")
         os.kill(kubelet, signal.SIGSTOP)
         try:
             yield
@@ -48,11 +81,55 @@ class Cluster:
             os.kill(kubelet, signal.SIGCONT)
             self.kubectl.wait_for("node", node, has_condition("Ready"))
 
+    def wait_until_controllers_are_ready(self) -> None:
+        """They end when they cannot renew their leases, and start again. That an API server which has just come back
+        calls them ready is what it knew before."""
+        deadline = time.monotonic() + READY_WITHIN_S
+        while not self.kubectl.succeeds("get", "--raw", "/readyz"):
+            assert time.monotonic() < deadline, "the API server is not ready"
+            time.sleep(0.5)
+        time.sleep(KUBELET_REPORTS_WITHIN_S)
+        for controller in controllers(full=False):
+            wait_until_ready(controller, self.kubectl)
+
+    @contextlib.contextmanager
+    def without(self, program: str, argument: str) -> Iterator[None]:
+        """Kill a program of the rig, such as a kubelet, and start it again after the block as it was."""
+        instance = self.own_instance()
+        (pid,) = find_processes(instance, program, argument)
+        folder = Path(f"/proc/{pid}")
+        command = folder.joinpath("cmdline").read_bytes().decode().split("\0")[:-1]
+        environment = dict(each.split("=", 1) for each in folder.joinpath("environ").read_text().split("\0") if each)
+        directory = folder.joinpath("cwd").readlink()
+        with contextlib.ExitStack() as stack:
+            spaces = [stack.enter_context(folder.joinpath("ns", name).open()) for name in ("net", "mnt")]
+            log = stack.enter_context((instance.logs / f"{program}-again.log").open("ab"))
+            os.kill(pid, signal.SIGKILL)
+            yield
+            net, mount = (f"/proc/self/fd/{file.fileno()}" for file in spaces)
+            enter = [
+                find_command("nsenter") or "nsenter",
+                f"--net={net}",
+                f"--mount={mount}",
+                f"--wd={directory}",
+                "--",
+            ]
+            subprocess.run(
+                ["setsid", "--fork", sys.executable, "-c", START_AGAIN, instance.name, *enter, *command],
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=[file.fileno() for file in spaces],
+                check=True,
+            )
+
 
 @contextlib.contextmanager
 def session_cluster(*, full: bool) -> Iterator[Cluster]:
     """Give a test session its cluster, and remove it afterwards if nobody else uses it."""
-    if path := os.environ.get("REPRIEVE_TEST_KUBECONFIG"):
+    if path := os.environ.get(OTHER_CLUSTER):
         kubectl = find_command("kubectl") or str(build_output().binary("kubectl"))
         yield Cluster(Kubectl([kubectl, f"--kubeconfig={path}"]), None)
         return

@@ -21,6 +21,23 @@ TRAINER_API = "trainer.kubeflow.org/v1alpha1"
 GRACE_PERIOD_S = 30
 HOST_PYTHON = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(SITE)}
 """The environment of pods that run the Python of this checkout: they share two cores, and cannot write to it."""
+HOST_PATH = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
+"""Where such pods find the launcher and torchrun."""
+
+UID = 1_000_650_000
+"""As OpenShift chooses them: a number without a passwd entry."""
+RESTRICTIONS: dict[str, dict[str, Any]] = {
+    "read-only": {"readOnlyRootFilesystem": True},
+    "random-uid": {"runAsUser": UID, "runAsGroup": 0},
+    "both": {
+        "readOnlyRootFilesystem": True,
+        "runAsUser": UID,
+        "runAsGroup": 0,
+        "runAsNonRoot": True,
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+    },
+}
 
 
 def host_folders() -> list[Path]:
@@ -137,4 +154,28 @@ def train_job(
         "kind": "TrainJob",
         "metadata": {"name": name, "labels": labels or {}},
         "spec": {"runtimeRef": {"name": runtime, "kind": runtime_kind}, "trainer": trainer},
+    }
+
+
+def volume(namespace: str, claim: str, folder: Path) -> Object:
+    """A volume for a claim of the namespace: a folder of the machine."""
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolume",
+        "metadata": {"name": f"{namespace}-{claim}"},
+        "spec": {
+            "capacity": {"storage": "20Gi"},
+            "accessModes": ["ReadWriteMany", "ReadWriteOnce"],
+            "claimRef": {"namespace": namespace, "name": claim},
+            "hostPath": {"path": str(folder)},
+        },
+    }
+
+
+def claim(name: str, size: str = "1Gi") -> Object:
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": name},
+        "spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": size}}},
     }

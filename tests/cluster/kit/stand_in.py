@@ -5,6 +5,7 @@ for all further ones. It counts its starts in a folder of the machine, by node.
 
     {"exit": 1, "after_s": 1}                 ends by itself
     {"on_sigterm": 143, "after_s": 2}         waits; ends so long after SIGTERM
+    {"on_sigterm": 143, "for_next": true}     the same, once its node was started again beside it
     {"on_sigterm": null}                      ignores SIGTERM
     {"allocate_mib": 512}                     takes memory until it is killed
 """
@@ -16,6 +17,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -24,12 +26,16 @@ def main(folder: Path, plan: list[list[dict[str, object]]]) -> None:
     starts = folder / f"starts-{node}"
     with starts.open("a") as file:
         file.write(f"{time.time()}\n")
-    number = len(starts.read_text().splitlines()) - 1
+    number = _count(starts)
     steps = plan[min(node, len(plan) - 1)]
-    behave(steps[min(number, len(steps) - 1)])
+    behave(steps[min(number, len(steps)) - 1], lambda: _count(starts) > number)
 
 
-def behave(step: dict[str, object]) -> None:
+def _count(starts: Path) -> int:
+    return len(starts.read_text().splitlines())
+
+
+def behave(step: dict[str, object], is_started_again: Callable[[], bool]) -> None:
     after_s = float(str(step.get("after_s", 0.0)))
     if "allocate_mib" in step:
         kept = [os.urandom(1 << 20) for _ in range(int(str(step["allocate_mib"])))]
@@ -43,6 +49,8 @@ def behave(step: dict[str, object]) -> None:
         time.sleep(600)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     signal.sigwait({signal.SIGTERM})
+    while "for_next" in step and not is_started_again():
+        time.sleep(0.1)
     time.sleep(after_s)
     sys.exit(int(str(code)))
 

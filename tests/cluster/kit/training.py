@@ -16,12 +16,13 @@ from typing import Any
 
 from tests.cluster.kit.objects import Object, pod_spec, reprieve_runtime, train_job
 from tests.cluster.kit.pod_watch import PodState, PodWatch
-from tests.cluster.rig.kubectl import Kubectl, has_condition
+from tests.cluster.rig.kubectl import POLL_S, Kubectl, KubectlError, has_condition
 from tests.support.launch_kit import JOB, Lab, processes_with
 
 NODES = 2
 START_S = 120
 """How long a generation may take to train its first step: two processes import torch on two shared cores."""
+RUNTIME_SEEN_WITHIN_S = 30
 
 
 def training_pod(
@@ -41,6 +42,18 @@ def training_pod(
     )
     spec["containers"][0]["securityContext"] = security or {}
     return spec
+
+
+def apply_train_jobs(kubectl: Kubectl, *jobs: Object) -> None:
+    """Create TrainJobs. Trainer's webhook reads a cache, and refuses a job until it has seen the runtime there."""
+    deadline = time.monotonic() + RUNTIME_SEEN_WITHIN_S
+    while True:
+        try:
+            return kubectl.apply(*jobs)
+        except KubectlError as error:
+            if "must be created before the TrainJob" not in str(error) or time.monotonic() > deadline:
+                raise
+        time.sleep(POLL_S)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,12 +93,15 @@ class Training:
     labels: dict[str, str] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     """Further variables of the pods."""
+    checkpointing: Object | None = None
+    """Of the TrainJob's spec. Admission puts the launcher before the command then, where the operator is deployed."""
     nodes: int = NODES
 
     def start(self, runtime: Object | None = None) -> None:
         """Create the TrainJob, with the runtime reprieve-torch by default."""
         runtime = runtime or reprieve_runtime("reprieve-torch", self.pod(), max_restarts=3)
-        command = [sys.executable, "-m", "reprieve", "run", "torchrun", JOB, self.lab.options(**self.options)]
+        script = ["torchrun", JOB, self.lab.options(**self.options)]
+        command = [*([sys.executable, "-m", "reprieve", "run"] if self.checkpointing is None else []), *script]
         job = train_job(
             self.name,
             command,
@@ -94,8 +110,10 @@ class Training:
             resources=self.resources,
             labels=self.labels,
         )
+        if self.checkpointing is not None:
+            job["spec"]["checkpointing"] = self.checkpointing
         self.namespace.apply(runtime)
-        self.namespace.apply(job)
+        apply_train_jobs(self.namespace, job)
 
     def pod(self) -> Object:
         return pod_spec(container="node", with_host_python=True, folders=[self.lab.job], environment=self.environment)
@@ -118,8 +136,11 @@ class Training:
 
     def running(self) -> list[PodState]:
         """The running pods of this job."""
-        label = "jobset.sigs.k8s.io/jobset-name"
-        return [pod for pod in self.pods.running() if pod.pod["metadata"].get("labels", {}).get(label) == self.name]
+        return [pod for pod in self.pods.running() if self._owns(pod)]
+
+    def _owns(self, pod: PodState) -> bool:
+        labels: dict[str, str] = pod.pod["metadata"].get("labels", {})
+        return labels.get("jobset.sigs.k8s.io/jobset-name") == self.name
 
     def logs(self, rank: int = 0) -> str:
         """The log of the newest pod of a rank."""
@@ -145,6 +166,10 @@ class Training:
     def resume(self) -> None:
         self.namespace.patch("trainjob", self.name, {"spec": {"suspend": False}})
 
+    def hurry(self) -> None:
+        """Train the rest without the pauses of `step_s`."""
+        (self.lab.job / "hurry").touch()
+
     def wait_until_complete(self) -> None:
         self.namespace.wait_for("trainjob", self.name, has_condition("Complete"), timeout_s=START_S)
 
@@ -154,14 +179,21 @@ class Training:
         status: Object = self.namespace.get("jobset", self.name).get("status", {})
         return int(status.get("restartsCountTowardsMax", 0))
 
+    def assert_equal_to(self, undisturbed: Lab) -> None:
+        """The losses of each step and the final weights are the same, bit for bit."""
+        for rank in range(self.nodes):
+            assert self.lab.seen(rank) == undisturbed.seen(rank), f"losses of rank {rank}"
+        steps = self.options["steps"]
+        assert self.lab.weights(steps) == undisturbed.weights(steps), "final weights"
+
     def assert_generations_never_overlapped(self) -> None:
-        """No pod started before all pods of the generation before had ended.
+        """No pod of this job started before all pods of the generation before had ended.
 
         Pods that ran at the same time are of one generation, so each rank is in it only once. Kubernetes' times are
         whole seconds: a pod may start in the second in which another one ends.
         """
         spans = self.pods.spans()
-        ranks = {pod.uid: pod.index for pod in self.pods.latest() if pod.index is not None}
+        ranks = {pod.uid: pod.index or 0 for pod in self.pods.latest() if self._owns(pod)}
         together: set[int] = set()
         until: datetime | None = None
         for began, ended, rank in sorted((*spans[uid], rank) for uid, rank in ranks.items() if uid in spans):

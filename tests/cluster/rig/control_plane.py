@@ -6,6 +6,8 @@ API server there too. One kube-proxy is enough for all nodes, because they share
 
 from __future__ import annotations
 
+import json
+
 from tests.cluster.rig.certificates import FRONT_PROXY, Certificates
 from tests.cluster.rig.kubectl import Kubectl
 from tests.cluster.rig.layout import BuildOutput, Instance
@@ -38,6 +40,20 @@ cluster.local:{port} {{
 }}
 """
 """Nothing outside the cluster can be resolved: pods have no way out."""
+AUDIT_POLICY = {
+    "apiVersion": "audit.k8s.io/v1",
+    "kind": "Policy",
+    "omitStages": ["RequestReceived"],
+    "rules": [
+        {
+            "level": "Request",
+            "verbs": ["create", "update", "patch"],
+            "resources": [{"group": "trainer.kubeflow.org", "resources": ["trainjobs"]}],
+        },
+        {"level": "None"},
+    ],
+}
+"""Record who writes TrainJobs, and what."""
 
 
 class ControlPlane:
@@ -65,8 +81,12 @@ class ControlPlane:
             "--unsafe-no-fsync",
         )
         authority = certificates.certificate("authority")
+        audit_policy = self._instance.state / "audit-policy.json"
+        audit_policy.write_text(json.dumps(AUDIT_POLICY))
         self._start(
             "kube-apiserver",
+            f"--audit-policy-file={audit_policy}",
+            f"--audit-log-path={self._instance.written_jobs}",
             f"--bind-address={CONTROL_PLANE_ADDRESS}",
             f"--advertise-address={CONTROL_PLANE_ADDRESS}",
             f"--etcd-servers={ETCD_CLIENTS}",

@@ -35,10 +35,12 @@ class Controller:
     """`resources` are relative to the folder beside the manifests."""
     arguments: tuple[str, ...] = ()
     """Of the controller, if they are not those of the release."""
+    config_map: tuple[str, str] | None = None
+    """A ConfigMap of the kustomization, and the folder where the controller reads it."""
 
 
-def _empty_secret(name: str) -> dict[str, Any]:
-    """The controller fills it with its certificate."""
+def _keep_name(name: str) -> dict[str, Any]:
+    """Of a Secret or ConfigMap: kustomize would append a hash."""
     return {"name": name, "options": {"disableNameSuffixHash": True}}
 
 
@@ -59,12 +61,18 @@ TRAINER = Controller(
             "namespace.json",
             *(f"../trainer/base/{folder}" for folder in ("crds", "manager", "rbac", "webhook")),
         ],
-        "secretGenerator": [_empty_secret("kubeflow-trainer-webhook-cert")],
-        "configMapGenerator": [
-            {**_empty_secret("kubeflow-trainer-public"), "literals": ["kubeflow_trainer_version=v2"]}
-        ],
+        "secretGenerator": [_keep_name("kubeflow-trainer-webhook-cert")],
+        "configMapGenerator": [{**_keep_name("kubeflow-trainer-public"), "literals": ["kubeflow_trainer_version=v2"]}],
     },
 )
+# Workers of a PyTorchJob wait until the name of the master leads somewhere. The operator's own container for that needs
+# an image from a registry.
+WAIT_FOR_MASTER = """\
+- name: init-pytorch
+  image: localhost/python:1
+  imagePullPolicy: Never
+  command: [sh, -c, "until getent hosts {{.MasterAddr}}; do sleep 0.2; done"]
+"""
 TRAINING_OPERATOR = Controller(
     name="training-operator",
     namespace="kubeflow",
@@ -72,6 +80,13 @@ TRAINING_OPERATOR = Controller(
     # Of its six kinds of job, PyTorchJob alone: each resource definition costs the API server a second.
     kustomization={
         "resources": ["../training-operator/overlays/standalone"],
+        "configMapGenerator": [
+            {
+                **_keep_name("init-container"),
+                "namespace": "kubeflow",
+                "literals": [f"initContainer.yaml={WAIT_FOR_MASTER}"],
+            }
+        ],
         "patches": [
             {
                 "target": {"kind": "CustomResourceDefinition", "name": "(jax|mpi|paddle|tf|xgboost)jobs.kubeflow.org"},
@@ -82,6 +97,7 @@ TRAINING_OPERATOR = Controller(
         ],
     },
     arguments=("--enable-scheme=pytorchjob",),
+    config_map=("init-container", "/etc/config"),
 )
 KUEUE = Controller(
     name="kueue",
@@ -133,6 +149,12 @@ def _deployment_patch(controller: Controller) -> dict[str, Any]:
         {"op": "add", "path": f"{pod}/nodeSelector", "value": node},
         *({"op": "add", "path": f"{container}/readinessProbe/{key}", "value": value} for key, value in probe.items()),
     ]
+    if controller.config_map:
+        name, folder = controller.config_map
+        changes += [
+            {"op": "add", "path": f"{pod}/volumes/-", "value": {"name": name, "configMap": {"name": name}}},
+            {"op": "add", "path": f"{container}/volumeMounts/-", "value": {"name": name, "mountPath": folder}},
+        ]
     if controller.arguments:
         changes.append({"op": "add", "path": f"{container}/args", "value": list(controller.arguments)})
     return {"target": {"kind": "Deployment", "name": controller.deployment}, "patch": json.dumps(changes)}

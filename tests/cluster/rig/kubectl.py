@@ -104,13 +104,20 @@ class Kubectl:
     def wait_for(
         self, kind: str, name: str, condition: Callable[[Object], bool], *, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> Object:
-        """Wait until an object exists and meets a condition, and return it."""
+        """Wait until an object exists and meets a condition, and return it. An API server that does not answer for a
+        moment is no failure."""
         deadline = time.monotonic() + timeout_s
         while True:
-            found = self.find(kind, name)
+            found, error = None, None
+            try:
+                found = self.find(kind, name)
+            except (KubectlError, subprocess.TimeoutExpired) as problem:
+                error = problem
             if found is not None and condition(found):
                 return found
             if time.monotonic() > deadline:
+                if error is not None:
+                    raise error
                 state = json.dumps((found or {}).get("status"), indent=1)
                 raise TimeoutError(f"{kind} {name}: not as expected after {timeout_s:.0f} s; its status is {state}")
             time.sleep(POLL_S)

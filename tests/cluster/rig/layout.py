@@ -95,6 +95,11 @@ class Instance:
         return self.state / "log"
 
     @property
+    def written_jobs(self) -> Path:
+        """The API server's record of everything that was written to TrainJobs: audit events, a line each."""
+        return self.logs / "written-trainjobs.jsonl"
+
+    @property
     def lock(self) -> Path:
         """Held by `up`. It stays behind: removing a lock file would let two processes hold the lock."""
         return CACHE / f"{self.name}.lock"

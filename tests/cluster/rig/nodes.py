@@ -26,6 +26,9 @@ PRIVATE_FOLDERS = ("/run/containerd", "/var/lib/cni", "/var/lib/kubelet", "/var/
 CONTAINERD_CONFIGURATION = """\
 version = 3
 root = "{root}"
+# Its socket has the same path on all nodes of all clusters of a machine, and nothing uses it.
+[plugins."io.containerd.nri.v1.nri"]
+  disable = true
 [plugins."io.containerd.cri.v1.images".pinned_images]
   sandbox = "localhost/pause:1"
 [plugins."io.containerd.cri.v1.runtime"]
@@ -88,7 +91,10 @@ class Node:
     def import_images(self, parts: list[str]) -> None:
         for part in parts:
             for archive in self._output.images(part):
-                self._ctr("--namespace=k8s.io", "images", "import", str(archive))
+                self.import_image(archive)
+
+    def import_image(self, archive: Path) -> None:
+        self._ctr("--namespace=k8s.io", "images", "import", str(archive))
 
     def start_kubelet(self, certificates: Certificates) -> None:
         address = NODE_ADDRESSES[self.name]

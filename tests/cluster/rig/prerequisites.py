@@ -40,7 +40,11 @@ def check_machine() -> None:
         raise RigError(f"the test cluster needs Linux, and this is {sys.platform}: {other_cluster_hint()}")
     if os.geteuid() != 0:
         raise RigError(f"the test cluster needs root (namespaces, mounts, cgroups): use sudo; {other_cluster_hint()}")
-    packages = missing_packages()
+    install_packages(missing_packages())
+
+
+def install_packages(packages: list[str]) -> None:
+    """Install Debian packages, or raise a `RigError` that names them."""
     if not packages:
         return
     install = f"apt-get install -y --no-install-recommends {' '.join(packages)}"

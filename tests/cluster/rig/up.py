@@ -11,6 +11,7 @@ import fcntl
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from tests.cluster.rig import cgroups, network
 from tests.cluster.rig.builder.parts import build
@@ -94,6 +95,12 @@ def _start_cluster(instance: Instance, output: BuildOutput, kubectl: Kubectl) ->
     )
     (instance.state / "started").touch()
     report("services ready")
+
+
+def import_image(instance: Instance, archive: Path) -> None:
+    """Give an image of a test to all nodes of a running cluster."""
+    for node in _nodes(instance, build_output(), Processes(instance)):
+        node.import_image(archive)
 
 
 def _nodes(instance: Instance, output: BuildOutput, processes: Processes) -> list[Node]:

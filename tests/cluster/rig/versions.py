@@ -123,8 +123,16 @@ PARTS = (
         manifests=(Manifests(name="kueue", module="sigs.k8s.io/kueue", folder="config"),),
         checksums_of="sigs.k8s.io/kueue",
     ),
+    # It tests the alert rules. They need no service discovery, which is most of Prometheus.
+    Part(
+        name="prometheus",
+        modules={"github.com/prometheus/prometheus": "v0.315.0"},
+        binaries=(Binary(name="promtool", package="github.com/prometheus/prometheus/cmd/promtool"),),
+        tags=("remove_all_sd",),
+        variables={"github.com/prometheus/common/version.Version": "3.15.0"},
+    ),
 )
-FULL_LANE_ONLY = ("kueue",)
+FULL_LANE_ONLY = ("kueue", "prometheus")
 """Compiled for `make test-cluster-full` only: Kueue alone takes 254 s."""
 
 
