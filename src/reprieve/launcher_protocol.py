@@ -322,7 +322,7 @@ class Listener:
     """The launcher's end: a socket in a folder that only this user can enter."""
 
     def __init__(self) -> None:
-        self._folder = _make_temporary_folder()
+        self._folder = make_temporary_folder()
         self.path = self._folder / "launcher"
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         self.socket.bind(str(self.path))
@@ -343,7 +343,7 @@ class Listener:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _make_temporary_folder() -> Path:
+def make_temporary_folder() -> Path:
     """Not by tempfile alone, which falls back to the working directory: that may be a volume without sockets."""
     for folder in filter(None, (os.environ.get("TMPDIR"), *TEMPORARY_FOLDERS)):
         with contextlib.suppress(OSError):

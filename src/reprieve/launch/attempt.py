@@ -25,6 +25,7 @@ from types import FrameType
 from typing import Any
 
 from reprieve.launch.command import Command
+from reprieve.launch.memory_kills import count_memory_kills
 from reprieve.launch.output_relay import OutputLog, OutputRelay
 from reprieve.launch.process import Child
 from reprieve.launch.rank_status import JobStatus
@@ -36,7 +37,7 @@ log = logging.getLogger("reprieve")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 """SIGHUP: a closed terminal stops a run as a preemption does."""
 _FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
-_KILL_MARGIN_S = 0.25
+KILL_MARGIN_S = 0.25
 """How long before the deadline to kill what still runs, so that the launcher exits in time. Ranks exit 0.5 s before."""
 _POLL_INTERVAL_S = 1.0
 _LEFTOVERS_TIMEOUT_S = 2.0
@@ -138,6 +139,7 @@ class Attempt:
 
     def run(self) -> AttemptResult:
         """Run the command until nothing of it is left. Raises OSError if it cannot be started."""
+        memory_kills = count_memory_kills() or 0
         self._start()
         try:
             while not self._is_over():
@@ -162,6 +164,7 @@ class Attempt:
             paused=self.stop is not None and self.stop.paused,
             killed=self.killed,
             hung_s=self.hung_s,
+            memory_kills=(count_memory_kills() or 0) - memory_kills,
         )
 
     def request_stop(self, reason: str, *, paused: bool = False, at_once: bool = False) -> None:
@@ -174,7 +177,7 @@ class Attempt:
             self._kill_at = now
             return
         if self.grace_period is not None:
-            self._kill_at = now + self.grace_period.total_seconds() - _KILL_MARGIN_S
+            self._kill_at = now + self.grace_period.total_seconds() - KILL_MARGIN_S
         else:
             self._kill_at = None
         self._send_sigterm()

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from reprieve import exit_codes
-from reprieve.checkpoint.folder.attempts import AttemptRecord
+from reprieve.checkpoint.folder.attempts import AttemptRecord, with_recorded_ends
 from reprieve.checkpoint.folder.lease import read_record
 from reprieve.checkpoint.folder.paths import LEASE_FOLDER
 from reprieve.errors import ConfigError
@@ -51,6 +51,8 @@ log = logging.getLogger("reprieve")
 
 _WRITE_INTERVAL_S = 2.0
 _PREDECESSOR_POLL_S = 0.5
+_LAST_RECORD_S = 3.0
+"""How long after its ranks have left the folder an earlier launcher may record how its attempt ended."""
 _UNPROTECTED_AFTER_S = 30.0
 """How long after its import of torch a script without protection is reported as unprotected."""
 
@@ -72,6 +74,8 @@ class Launcher:
     _share: NodeShare = field(init=False)
     _attempt_log: AttemptLog | None = None
     """The record of attempts in the checkpoint folder, once the folder is known."""
+    _knows_earlier_ends: bool = False
+    """Whether the attempts of earlier launchers were read after the last of them had left the folder."""
     _start_over: str = ""
     """The id of the request to start over, if there is one (`Settings.start_over`)."""
     _written: tuple[str, bool] = ("", False)
@@ -88,6 +92,7 @@ class Launcher:
         become_subreaper()
         self.grace_period = resolve_grace_period(self.settings.grace_period, self.env)
         self._share = find_node_share(self.command.words, self.env)
+        self.settings.start_over(self.env)  # refused in a pod without a run name
         # A pod that comes back is the same run. On a terminal, each --fresh is a request of its own.
         is_repeated = in_pod(self.env) or self.settings.sources["fresh"] == SETTINGS["fresh"].env
         self._start_over = (self.settings.name if is_repeated else None) or uuid.uuid4().hex
@@ -263,6 +268,7 @@ class Launcher:
         offset = time.time() - time.monotonic()
         if not status.ranks:
             return
+        self._settle_earlier_attempts(attempt)
         if status.checkpoint is not None and status.checkpoint != self._announced_checkpoint:
             self._announced_checkpoint = status.checkpoint
             path = Path(status.checkpoint)
@@ -301,21 +307,38 @@ class Launcher:
         except ConfigError:  # the ranks report it
             return None
         starts_over = self._starts_over(self._record.checkpoints)
-        self._attempt_log = AttemptLog(root, self._share.node or 0, str(self._listener.path))
-        known = {(attempt.launcher, attempt.launched) for attempt in self._record.attempts}
-        earlier = [] if starts_over else self._attempt_log.earlier()
-        self._record.attempts[:0] = [
-            attempt for attempt in earlier if (attempt.launcher, attempt.launched) not in known
-        ]
-        self._record.attempts.sort(key=lambda attempt: attempt.launched)
-        if earlier and earlier[-1].cause == RunState.LOST:
-            print_message(
-                f"the attempt before this one was killed without notice, after step {earlier[-1].to_step or 0}. What "
-                "it trained since its last checkpoint is repeated"
-            )
+        self._attempt_log = AttemptLog(root, self._share.node or 0, str(self._listener.path), starts_over=starts_over)
+        self._merge_earlier_attempts(self._attempt_log)
         if self.settings.name is None or not in_pod(self.env):
             return None  # a person starts it again, after a change
         return find_endless_restarts(self._record.attempts, self.settings.name)
+
+    def _merge_earlier_attempts(self, attempt_log: AttemptLog) -> list[AttemptRecord]:
+        """Take over what the checkpoint folder knows of other launchers' attempts. Returns these, the oldest first."""
+        earlier, own_path = attempt_log.earlier(), str(self._listener.path)
+        known = {attempt.key for attempt in self._record.attempts}
+        others = [attempt for attempt in self._record.attempts if attempt.launcher != own_path]
+        others = with_recorded_ends(others, earlier) + [attempt for attempt in earlier if attempt.key not in known]
+        others.sort(key=lambda attempt: attempt.launched)
+        # The own ones stay the last also where clocks of machines differ.
+        self._record.attempts = others + [each for each in self._record.attempts if each.launcher == own_path]
+        return others
+
+    def _settle_earlier_attempts(self, attempt: Attempt) -> None:
+        """Once the ranks hold the folder, find out how the attempt before this launcher ended. Before that, its
+        launcher may still be at work, and its end is not recorded yet."""
+        started_at = attempt.status.started_at
+        if self._knows_earlier_ends or self._attempt_log is None or started_at is None:
+            return
+        if attempt.child.code is None and time.monotonic() - started_at < _LAST_RECORD_S:
+            return
+        self._knows_earlier_ends = True
+        others = self._merge_earlier_attempts(self._attempt_log)
+        if others and others[-1].cause == RunState.LOST:
+            print_message(
+                f"the attempt before this one was killed without notice, after step {others[-1].to_step or 0}. What "
+                "it trained since its last checkpoint is repeated"
+            )
 
     def _starts_over(self, checkpoints: str | None) -> bool:
         """Return whether the next attempt moves the checkpoints away. `checkpoints`: the folder, if it is known."""

@@ -21,9 +21,10 @@ def print_exit_message(text: str, state: RunState, step: int = 0) -> None:
 
 
 def write_exit_message(text: str, state: RunState, step: int = 0) -> None:
-    """Write how the run ended to the termination log where there is one."""
+    """Write how the run ended to the termination log where there is one, without secrets."""
+    from reprieve.progress.failure_reason import without_secrets
     from reprieve.progress.sinks import termination_log
 
     # The training process does not know whether a stop was a preemption or a pause, and neither do readers of its log.
     known = {RunState.PREEMPTED: RunState.STOPPED, RunState.PAUSED: RunState.STOPPED, RunState.HUNG: RunState.FAILED}
-    termination_log.add_message(text, known.get(state, state), step)
+    termination_log.add_message(without_secrets(text), known.get(state, state), step)

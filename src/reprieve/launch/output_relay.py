@@ -77,7 +77,7 @@ class OutputRelay:
         else:
             self._read, self.child_fd = os.pipe()
         os.set_inheritable(self._read, False)
-        self._thread = threading.Thread(target=self._relay, name=f"output {target_fd}", daemon=True)
+        self._thread = threading.Thread(target=self._relay, name=f"reprieve output {target_fd}", daemon=True)
 
     def start(self) -> None:
         """Start relaying. The child has inherited `child_fd`, which is closed here."""

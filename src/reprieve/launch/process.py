@@ -13,6 +13,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -145,6 +146,47 @@ def descendants(of: int | None = None) -> set[int]:
         generation = {pid for pid, parent in parents.items() if parent in generation}
         found |= generation
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A running process of this PID namespace."""
+
+    pid: int
+    name: str
+    is_idle_shell: bool
+    """A shell that only waits for input: it leads a session with a terminal, and ignores SIGTERM."""
+
+
+def other_processes() -> list[Process]:
+    """Return the running processes of this PID namespace, but for this one and those that it may not signal."""
+    found = []
+    for entry in os.listdir("/proc"):  # noqa: PTH208
+        pid = int(entry) if entry.isdigit() else 0
+        if pid and pid != os.getpid() and (process := _process(pid)) is not None:
+            found.append(process)
+    return found
+
+
+def _process(pid: int) -> Process | None:
+    try:
+        os.kill(pid, 0)
+        stat = _stat(pid)
+        # The main thread of a process may have ended before others.
+        if stat is None or (stat[0] in "ZX" and len(os.listdir(f"/proc/{pid}/task")) < 2):  # noqa: PTH208
+            return None
+        name = Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace").strip()
+        leads_terminal = int(stat[3]) == pid and stat[4] != "0"
+        return Process(pid, name, is_idle_shell=leads_terminal and _ignores(pid, signal.SIGTERM))
+    except OSError:
+        return None
+
+
+def _ignores(pid: int, number: int) -> bool:
+    for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines():
+        if line.startswith("SigIgn:"):
+            return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
 
 
 def start_time(pid: int) -> str | None:

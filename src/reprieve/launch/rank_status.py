@@ -61,6 +61,8 @@ class JobStatus:
     """The step that the attempt resumed from; None: it started from scratch, or has not reported yet."""
     checkpoint: str | None = None
     """The path of the checkpoint that it resumed from."""
+    started_at: float | None = None
+    """When the first rank reported that it is about to train: this attempt holds the folder."""
     torch: bool = False
     """A process imported torch."""
     undecided: bool = False
@@ -95,6 +97,7 @@ class JobStatus:
         if isinstance(message, Started):
             self.ranks[report.rank] = RankStatus(report.pid, step=message.resumed or 0, finished=message.finished)
             self.resumed, self.checkpoint = message.resumed, message.checkpoint
+            self.started_at = self.started_at or report.at
         if isinstance(message, Started | Starting):
             self.checkpoints = message.checkpoints or self.checkpoints
         rank = self.ranks.setdefault(report.rank, RankStatus(report.pid))

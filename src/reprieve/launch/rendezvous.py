@@ -4,6 +4,9 @@ The nodes meet in a store that torchrun serves on node 0, and every start of a j
 predecessor still saves, the name may lead to its store. torchrun would join that one, find in it that all nodes have
 arrived, and start its ranks. They would meet nobody: node 0 waits for this node in a store of its own, for as long as
 the timeout of the rendezvous says, which may be days. So the launcher waits until the predecessor's store is gone.
+
+A job of one node needs that, too, if it got the address of a master (Kubeflow Trainer gives one to every job): torchrun
+and its ranks connect to the store of this node by that name.
 """
 
 from __future__ import annotations
@@ -55,15 +58,18 @@ class StaticRendezvous:
 
 
 def find_static_rendezvous(words: Sequence[str], env: Mapping[str, str]) -> StaticRendezvous | None:
-    """Return the rendezvous of a torchrun command for several nodes; None: there is none, or it is not static."""
+    """Return the rendezvous of a torchrun command with a master address; None: there is none, or it is not static."""
     options = launcher_options(words)
     share = find_node_share(words, env)
 
     def setting(name: str, default: str = "") -> str:
         return options.get(name) or env.get(f"PET_{name.upper().replace('-', '_')}") or default
 
-    host, port = setting("master-addr"), setting("master-port", str(_DEFAULT_PORT))
-    if share.nodes == 1 or share.node is None or not host or not port.isdecimal():
+    # For one node without a port, torchrun ignores the address and meets on the loopback.
+    host, port = setting("master-addr"), setting("master-port", "" if share.nodes == 1 else str(_DEFAULT_PORT))
+    if share.node is None or not host or not port.isdecimal():
+        return None
+    if "standalone" in options or setting("standalone", "0") != "0":
         return None
     if setting("rdzv-backend", "static") != "static" or setting("rdzv-endpoint"):
         return None

@@ -81,6 +81,7 @@ TRL = [sys.executable, str(HF_SCRIPTS / "with_trl.py")]
 ON_TWO_RANKS = [
     *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"),
     *(str(HF_SCRIPTS / "with_hf_argument_parser.py"), "--output_dir", "runs/out", "--max_steps", "150"),
+    *("--num_samples", "2000"),  # less than an epoch: at its end there is no next batch to compare
     *("--per_device_train_batch_size", "4", "--report_to", "none", "--use_cpu", "True"),
 ]
 

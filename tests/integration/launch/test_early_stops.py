@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.launch_kit import Lab, Launched, processes_with, until
-from tests.support.places import JOBS
+from tests.support.places import HIDE_DEEPSPEED, JOBS
 
 SCRIPT = str(JOBS / "early_job.py")
 
@@ -76,6 +76,22 @@ def test_sigterm_to_one_process_is_a_stop(lab: Lab, way: str, rank: int, moment:
     assert "Traceback" not in ended.err, str(ended)
 
 
+@pytest.mark.parametrize("moment", ["map", "run map"])
+def test_helpers_of_datasets_may_die_of_the_stop(lab: Lab, moment: str) -> None:
+    """`map(num_proc=2)` in set-up, and SIGTERM to all processes of the job, as torchrun and pods send it."""
+    lab.env |= HIDE_DEEPSPEED  # and nothing else: it needs datasets
+    launched = lab.start(command(lab, "python", moment), "--max-restarts", "2")
+    until(lambda: all((lab.job / f"helper-{number}").exists() for number in range(2)), launched)
+    for pid in processes_with(str(lab.job)):
+        if pid != launched.pid:
+            os.kill(pid, signal.SIGTERM)
+    ended = launched.wait(30)
+    assert ended.code == 143, str(ended)
+    assert lab.only_run()["state"] == "preempted"
+    assert lab.exit_message().startswith("stopped by SIGTERM")
+    assert not processes_with(str(lab.job)), "no helper is left behind"
+
+
 def test_sigterm_to_torchrun_alone_is_a_stop(lab: Lab) -> None:
     launched = lab.start(command(lab, "torchrun", "ready"), "--max-restarts", "2")
     until((lab.job / "pid-1").exists, launched)
@@ -103,6 +119,19 @@ def test_a_stop_before_the_first_step_names_what_the_next_start_resumes_from(lab
         (lab.job / "pid-0").unlink()
         if not list(lab.job.glob("checkpoints/checkpoint-*")):
             assert lab.run(lab.python(steps=3)).code == 0
+
+
+def test_a_loop_that_reports_no_steps_is_not_called_untrained(lab: Lab) -> None:
+    """A `Checkpointer` saves when its loop requests it, not at a stop: what followed the last save is lost."""
+    launched = lab.start(command(lab, "python", "checkpointer"), "--checkpoints", "job/checkpoints")
+    until((lab.job / "pid-0").exists, launched)
+    launched.terminate()
+    ended = launched.wait()
+    assert ended.code == 143, str(ended)
+    assert lab.exit_message() == (
+        "stopped by SIGTERM before a protected training had begun: nothing was saved at the stop. "
+        "The next start resumes from checkpoint-1 (step 1) in job/checkpoints"
+    )
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -9,11 +10,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.launch_kit import Lab, processes_with, until
+from tests.support.launch_kit import REPRIEVE, Lab, Launched, processes_with, until
 
 
 @pytest.fixture
@@ -80,6 +82,36 @@ def test_a_rank_that_is_killed(lab: Lab, ranks: int, code: int) -> None:
     again = lab.run(lab.python(**options) if ranks == 1 else lab.torchrun(ranks, **options))
     assert again.code == 0, str(again)
     assert lab.steps() == 12
+
+
+@pytest.fixture
+def small_memory(tmp_path: Path) -> Iterator[Path]:
+    """A cgroup in which a process of 300 MB is killed."""
+    for top, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
+        group = Path(top) / f"reprieve-test-{os.getpid()}"
+        with contextlib.suppress(OSError):
+            group.mkdir()
+            if (group / limit).exists():
+                (group / limit).write_text(str(200 << 20))
+                yield group
+                group.rmdir()  # nothing of the launcher is left in it
+                return
+            group.rmdir()
+    pytest.skip("needs root and a memory cgroup")
+
+
+def test_a_process_that_runs_out_of_memory(lab: Lab, small_memory: Path) -> None:
+    """Its parent ends with 1, as torchrun does."""
+    script = lab.folder / "hungry.py"
+    script.write_text(
+        "import os, subprocess, sys\n"
+        "if 'child' in sys.argv: taken = bytearray(os.urandom(2**20)) * 300\n"
+        "else: sys.exit(subprocess.run([sys.executable, __file__, 'child']).returncode != 0)\n"
+    )
+    enter = ["sh", "-c", f'echo $$ > {small_memory}/cgroup.procs; exec "$@"', "sh"]
+    ended = Launched(lab, [*enter, *REPRIEVE, "run", "hungry.py"]).wait()
+    assert ended.code == 1, str(ended)
+    assert lab.exit_message().startswith("failed with exit code 1: out of memory, the kernel killed a process"), ended
 
 
 def test_a_command_that_does_not_exist(lab: Lab) -> None:

@@ -39,9 +39,9 @@ def stop_at(lab: Lab, step: int, **options: Any) -> Ended:
     return launched.wait()
 
 
-def two_nodes(lab: Lab, node: int, port: int, **options: Any) -> list[str]:
+def job_of(lab: Lab, nodes: int, node: int, port: int, **options: Any) -> list[str]:
     address = ("--master-addr=127.0.0.1", f"--master-port={port}")
-    return lab.torchrun(1, "--nnodes=2", f"--node-rank={node}", *address, steps=STEPS, **options)
+    return lab.torchrun(1, f"--nnodes={nodes}", f"--node-rank={node}", *address, steps=STEPS, **options)
 
 
 def test_a_rank_whose_peer_leaves_during_a_stop_was_preempted(lab: Lab) -> None:
@@ -50,7 +50,7 @@ def test_a_rank_whose_peer_leaves_during_a_stop_was_preempted(lab: Lab) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    launched = [lab.start(two_nodes(lab, node, port, step_s=0.2, desert=True)) for node in range(2)]
+    launched = [lab.start(job_of(lab, 2, node, port, step_s=0.2, desert=True)) for node in range(2)]
     until(lambda: lab.steps(0) >= 3, limit_s=LIMIT_S)
     launched[1].terminate()
     ended = [node.wait() for node in launched]
@@ -74,22 +74,25 @@ def test_a_node_does_not_join_the_rendezvous_of_its_predecessor(lab: Lab) -> Non
     store = predecessors_store()
     port = store.port
     with (lab.folder / "node-1").open("w+") as output:
-        node_1 = lab.start(two_nodes(lab, 1, port), stderr=output)
+        node_1 = lab.start(job_of(lab, 2, 1, port), stderr=output)
         until(lambda: "waiting up to 0:01:00" in (lab.folder / "node-1").read_text(), node_1)
         store.close()
         del store
-        node_0 = lab.start(two_nodes(lab, 0, port))
+        node_0 = lab.start(job_of(lab, 2, 0, port))
         assert [node_0.wait().code, node_1.wait().code] == [0, 0], (lab.folder / "node-1").read_text()
     assert lab.steps(0) == lab.steps(1) == STEPS
 
 
-def test_a_stop_while_the_predecessor_is_waited_for(lab: Lab) -> None:
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_stop_while_the_predecessor_is_waited_for(lab: Lab, nodes: int) -> None:
+    """A job of one node waits as well: the name of its pod leads to the old one, too."""
     store = predecessors_store()
-    with (lab.folder / "node-1").open("w+") as output:
-        node_1 = lab.start(two_nodes(lab, 1, store.port), stderr=output)
-        until(lambda: "waiting up to" in (lab.folder / "node-1").read_text(), node_1)
-        node_1.terminate()
-        assert node_1.wait(10).code == 143
+    last = nodes - 1
+    with (lab.folder / "output").open("w+") as output:
+        node = lab.start(job_of(lab, nodes, last, store.port), stderr=output)
+        until(lambda: f"start of node {last} still takes part" in (lab.folder / "output").read_text(), node)
+        node.terminate()
+        assert node.wait(10).code == 143
     assert lab.exit_message() == "stopped by SIGTERM before the next attempt"
 
 
@@ -113,6 +116,15 @@ def test_starting_over_is_for_the_first_pod_of_a_run(lab: Lab) -> None:
     assert not (checkpoints / "previous-2").exists()
 
 
+def test_starting_over_without_a_run_name_is_refused(lab: Lab) -> None:
+    del lab.env["REPRIEVE_RUN"]
+    lab.env["CHECKPOINT_RESUME"] = "false"
+    ended = lab.run(lab.python(steps=STEPS))
+    assert ended.code == 42 and "CHECKPOINT_RESUME=false without REPRIEVE_RUN" in ended.err, str(ended)
+    assert "metadata.labels['jobset.sigs.k8s.io/jobset-uid']" in lab.exit_message()
+    assert not lab.seen(), "the command was not started"
+
+
 def test_attempts_and_their_causes_survive_the_pod(lab: Lab) -> None:
     assert stop_at(lab, 3).code == 143
     new_pod(lab)
@@ -121,13 +133,41 @@ def test_attempts_and_their_causes_survive_the_pod(lab: Lab) -> None:
     launched.process.send_signal(signal.SIGKILL)
     launched.wait()
     new_pod(lab)
-    assert lab.run(lab.python(steps=STEPS)).code == 0
+    ended = lab.run(lab.python(steps=STEPS))
+    assert ended.code == 0 and "was killed without notice, after step" in ended.err, str(ended)
     found = attempts.read(lab.job / "checkpoints")
     assert [attempt.cause for attempt in found] == [RunState.PREEMPTED, RunState.LOST, RunState.FINISHED]
     assert {attempt.run for attempt in found} == {"uid-1"}
     run = lab.only_run()
     assert run["attempts"] == 3
     assert {"preempted", "lost"} <= run["time"]["lost"].keys()
+
+
+@pytest.mark.parametrize("folder_is_known", [True, False])
+def test_a_pod_that_starts_while_its_predecessor_saves_does_not_take_it_for_lost(
+    lab: Lab, tmp_path: Path, folder_is_known: bool
+) -> None:
+    checkpoints = lab.job / "checkpoints"
+    if folder_is_known:
+        lab.env["CHECKPOINT_URI"] = str(checkpoints)
+    old = lab.start(lab.python(steps=1000, step_s=0.05, holds_saves=True))
+    until(lambda: lab.steps() >= 3, old)
+    hold, reached = lab.job / "hold", lab.job / "reached-0"
+    hold.touch()
+    old.terminate()
+    until(lambda: list(checkpoints.glob(".checkpoint-*.saving*")), old)
+    reached.unlink()
+    stopped_at = lab.steps()
+    lab.env["REPRIEVE_STATE_DIR"] = str(tmp_path / "new-pod")
+    new = lab.start(lab.python(steps=stopped_at + 3))
+    until(reached.exists, new)
+    hold.unlink()
+    assert old.wait().code == 143
+    ended = new.wait()
+    assert ended.code == 0 and "killed without notice" not in ended.err, str(ended)
+    found = attempts.read(checkpoints)
+    assert [(each.cause, each.to_step) for each in found] == [("preempted", stopped_at), ("finished", stopped_at + 3)]
+    assert lab.only_run()["time"]["lost"].get("lost") is None
 
 
 @pytest.mark.parametrize("folder_is_known", [True, False])

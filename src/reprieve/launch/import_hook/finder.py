@@ -7,13 +7,11 @@ of Ray are the exception: they belong to the driver, which alone reports to the 
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
 import sys
 from collections.abc import MutableMapping
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 
 from reprieve.import_hooks import call_when_imported
 
@@ -33,7 +31,8 @@ _PROTECTING = {"reprieve", "transformers", "trl", "ray"}
 """A script that imports one of these may protect its training with it, or use it for something else."""
 _OF_RAY = ("/ray/_private/", "/ray/dashboard/")
 """In the paths of the scripts that Ray starts."""
-_IMPORT = re.compile(r"^\s*(?:import|from)\s+(\w+)", re.MULTILINE)
+_RANK_LAUNCHERS = {"torchrun", "torch.distributed.run", "accelerate", "accelerate.commands.launch"}
+"""Programs and modules that import torch and train nothing. Their ranks may import it a minute later."""
 
 
 def add_to(env: MutableMapping[str, str]) -> None:
@@ -44,15 +43,19 @@ def add_to(env: MutableMapping[str, str]) -> None:
 
 def install(table: dict[str, str] | None = None) -> None:
     """Install the hook in this process, unless that is a process of Ray."""
-    if not any(part in argument for argument in sys.orig_argv[1:3] for part in _OF_RAY):
+    if not any(part in argument for argument in _program() for part in _OF_RAY):
         call_when_imported(WHEN_IMPORTED if table is None else table)
 
 
 def report_torch(module: ModuleType) -> None:
     """Report the import of torch: the launcher warns about scripts that train without protection."""
+    if any(Path(argument).name in _RANK_LAUNCHERS for argument in _program()):
+        return
+    from reprieve.launch.import_hook.script_imports import imported_packages, own_folders, running_files
     from reprieve.launcher_protocol import TorchImported, send_once
 
-    send_once(TorchImported(undecided=not _PROTECTING.isdisjoint(_imported_by_script())))
+    packages = imported_packages(running_files(), own_folders())
+    send_once(TorchImported(undecided=any(package in _PROTECTING for package in packages)))
 
 
 def report_protected(module: ModuleType) -> None:
@@ -62,17 +65,6 @@ def report_protected(module: ModuleType) -> None:
     send_once(Protected())
 
 
-def _imported_by_script() -> set[str]:
-    """Return the packages in the import statements of the script and of its modules that are being imported.
-
-    There is no other way to see `import reprieve`: this hook has imported it before, and `reprieve.Run` is only loaded
-    at its first use, perhaps after an hour of preparing data.
-    """
-    found: set[str] = set()
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "<module>":
-            with contextlib.suppress(OSError, UnicodeDecodeError):
-                found.update(_IMPORT.findall(Path(frame.f_code.co_filename).read_text(encoding="utf-8")))
-        frame = frame.f_back
-    return found
+def _program() -> list[str]:
+    """Return the arguments of Python that name the program: a script, or -m and a module."""
+    return sys.orig_argv[1:3]

@@ -30,6 +30,8 @@ class AttemptResult:
     """It still ran at the deadline and was killed."""
     hung_s: float | None = None
     """For how long no step was completed, if that was too long."""
+    memory_kills: int = 0
+    """How many processes of the launcher's cgroup the kernel killed meanwhile because memory ran out."""
     next_start: NextStart | None = None
     """What the next start resumes from, where the launcher knows the folder."""
 
@@ -91,8 +93,12 @@ def _stopped(result: AttemptResult) -> Outcome:
         message += f" at step {status.step}, which was saved already. The next start resumes from there"
     elif status.step > (status.saved_step or 0):
         message += f": step {status.step} is NOT SAVED. {_next_start(result)}"
-    elif status.protected or (result.next_start is not None and result.next_start.checkpoint is not None):
+    elif status.ranks:
         message += f" before it trained a step: there was nothing to save. {_next_start(result)}"
+    elif status.protected or (result.next_start is not None and result.next_start.checkpoint is not None):
+        # The script may train without a session, which alone reports steps: in a loop around a `Checkpointer`, or in
+        # its own loop beside an import of `Trainer`.
+        message += f" before a protected training had begun: nothing was saved at the stop. {_next_start(result)}"
     else:
         message += (
             ": no protected training had begun, and nothing was saved. Loops with reprieve.Run and Hugging Face "
@@ -113,11 +119,16 @@ def _next_start(result: AttemptResult) -> str:
 
 def _how_it_failed(result: AttemptResult) -> str:
     at = f" at step {result.status.step}" if result.status.ranks else ""
+    if result.memory_kills:
+        processes = "a process" if result.memory_kills == 1 else f"{result.memory_kills} processes"
+        cause = f": out of memory, the kernel killed {processes}. Raise the memory limit, or use less"
+    else:
+        cause = ""
     if result.code < 0:
         name = _signal_name(-result.code)
-        hint = " (out of memory?)" if -result.code == signal.SIGKILL else ""
-        return f"killed by {name}{hint}" + (f", last reported{at}" if at else "")
-    return f"failed with exit code {result.code}{at}"
+        hint = " (out of memory?)" if -result.code == signal.SIGKILL and not cause else ""
+        return f"killed by {name}{hint}" + (f", last reported{at}" if at else "") + cause
+    return f"failed with exit code {result.code}{at}{cause}"
 
 
 def _signal_name(number: int) -> str:

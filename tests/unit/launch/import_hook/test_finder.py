@@ -15,7 +15,7 @@ import pytest
 from reprieve.adapters.transformers.all_trainers import protect_all
 from reprieve.launch.import_hook.finder import HOOK, add_to, install
 from reprieve.launch.rank_status import JobStatus
-from reprieve.launcher_protocol import LAUNCHER_SOCKET, Listener, Protected, TorchImported
+from reprieve.launcher_protocol import LAUNCHER_SOCKET, Listener, Message, Protected, TorchImported
 
 SMALL = """
 SEEN_BY_ITSELF = [type(__loader__).__name__, type(__spec__.loader).__name__, __spec__.loader is __loader__]
@@ -106,7 +106,7 @@ def test_trainers_are_protected_whatever_is_imported_first(env: dict[str, str]) 
     env["REPRIEVE_DRILL"] = "/nowhere"
     for first in ("import reprieve.transformers", "import transformers"):
         [found] = python(code.format(first), env)
-        assert found.count("all_trainers.py") == 2, f"{first}: {found}"
+        assert "all_trainers.py" in found and "submitted.py" in found, f"{first}: {found}"
 
 
 # Reports
@@ -125,15 +125,44 @@ def test_an_import_of_torch_is_told(env: dict[str, str], listener: Listener) -> 
 
 @pytest.mark.parametrize(
     ("script", "undecided"),
-    [("import torch", False), ("import torch\ndef f():\n  import reprieve", True), ("from trl import x", True)],
+    [
+        ("import torch", False),
+        ("import torch\ndef f():\n  import reprieve", True),
+        ("import torch\nfrom prepared import loop", True),
+        ("from trl import x", True),
+    ],
 )
 def test_a_script_that_may_protect_itself_later_is_told(
     env: dict[str, str], listener: Listener, tmp_path: Path, script: str, undecided: bool
 ) -> None:
     (tmp_path / "trl.py").write_text("import torch; x = 1")
+    (tmp_path / "prepared.py").write_text("import os, reprieve; loop = '\\d'")  # Python warns once, and not for us
     (tmp_path / "script.py").write_text(script)
     python("import script", env)
     assert [report.message for report in listener.read()] == [TorchImported(undecided=undecided)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reports"),
+    [
+        (["torchrun", "train.py"], []),
+        (["-m", "torch.distributed.run", "train.py"], []),
+        (["accelerate", "launch", "train.py"], []),
+        (["train.py"], [TorchImported(undecided=False)]),
+    ],
+    ids=lambda each: each[0] if each and isinstance(each[0], str) else "",
+)
+def test_what_starts_the_ranks_is_no_script_that_trains(
+    env: dict[str, str], listener: Listener, tmp_path: Path, arguments: list[str], reports: list[Message]
+) -> None:
+    """torchrun imports torch long before a rank does, whose script may prepare its data first."""
+    for name in ("torch/__init__.py", "torch/distributed/__init__.py", "torch/distributed/run.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    for name in ("torchrun", "accelerate", "train.py"):
+        (tmp_path / name).write_text("import torch")
+    subprocess.run([sys.executable, *arguments], env=env, cwd=tmp_path, check=True, timeout=60)
+    assert [report.message for report in listener.read()] == reports
 
 
 @pytest.mark.parametrize("code", ["import reprieve; reprieve.Run", "from reprieve import Checkpointer"])

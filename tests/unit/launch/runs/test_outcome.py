@@ -137,6 +137,20 @@ def test_a_failure_has_the_codes_of_a_shell(code: int, reports: tuple[Report, ..
     )
 
 
+@pytest.mark.parametrize(
+    ("code", "kills", "words"),
+    [
+        (1, 1, "failed with exit code 1 at step 9: out of memory, the kernel killed a process."),
+        (1, 2, "failed with exit code 1 at step 9: out of memory, the kernel killed 2 processes."),
+        (-signal.SIGKILL, 1, "killed by SIGKILL, last reported at step 9: out of memory, the kernel killed a process."),
+    ],
+)
+def test_a_failure_names_memory_if_the_kernel_killed_for_it(code: int, kills: int, words: str) -> None:
+    found = decide_outcome(AttemptResult(code=code, status=status(STARTED, STEP_9), memory_kills=kills))
+    assert found.message == f"{words} Raise the memory limit, or use less"
+    assert found.can_retry
+
+
 @pytest.mark.parametrize("code", [-signal.SIGTERM, 143, 256 - signal.SIGTERM])
 def test_a_command_that_sigterm_ended_was_stopped(code: int) -> None:
     """SIGTERM was sent to the command, not to the launcher. The codes of a parent, a shell and DeepSpeed."""
@@ -173,7 +187,10 @@ def test_a_job_that_hung_is_tried_again() -> None:
             f": {LOST_9}. The next start resumes from the newest valid checkpoint, or begins at step 0",
         ),
         ((STARTED,), " before it trained a step: there was nothing to save. The next start resumes from the newest"),
-        ((PROTECTED,), " before it trained a step: there was nothing to save. The next start resumes from the newest"),
+        (
+            (TORCH, PROTECTED),
+            " before a protected training had begun: nothing was saved at the stop. The next start resumes from the",
+        ),
         ((), ": no protected training had begun, and nothing was saved"),
         ((TORCH,), ": no protected training had begun, and nothing was saved"),
     ],
@@ -188,15 +205,23 @@ def test_a_stop_is_a_stop_and_says_what_is_saved(reports: tuple[Report, ...], wo
         assert "killed" not in found.message
 
 
-@pytest.mark.parametrize("reports", [(), (TORCH,), (PROTECTED,), (STARTED,)])
-def test_a_stop_before_the_first_step_names_the_checkpoint_that_is_there(reports: tuple[Report, ...]) -> None:
+@pytest.mark.parametrize(
+    ("reports", "words"),
+    [
+        ((), "before a protected training had begun: nothing was saved at the stop"),
+        ((TORCH,), "before a protected training had begun: nothing was saved at the stop"),
+        ((PROTECTED,), "before a protected training had begun: nothing was saved at the stop"),
+        ((PROTECTED, STARTED), "before it trained a step: there was nothing to save"),
+    ],
+)
+def test_a_stop_before_the_first_step_names_the_checkpoint_that_is_there(
+    reports: tuple[Report, ...], words: str
+) -> None:
+    """A script may have trained 1,000 steps in a loop of its own, which reports none of them."""
     found = decide_outcome(
         AttemptResult(code=1, status=status(*reports), stop="SIGTERM", next_start=NextStart("out", "checkpoint-30", 30))
     )
-    assert found.message == (
-        "stopped by SIGTERM before it trained a step: there was nothing to save. "
-        "The next start resumes from checkpoint-30 (step 30) in out"
-    )
+    assert found.message == (f"stopped by SIGTERM {words}. The next start resumes from checkpoint-30 (step 30) in out")
 
 
 def test_a_stop_before_the_first_step_says_that_there_is_no_checkpoint() -> None:
