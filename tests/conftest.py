@@ -47,6 +47,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         assert all("@" in item.nodeid for item in grouped), "pytest-xdist does not know the groups of this pytest"
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Take the group, which xdist appends, out of the name: `--last-failed` without xdist finds the test then."""
+    if "xdist_group" in report.keywords and "PYTEST_XDIST_WORKER" not in os.environ:
+        report.nodeid = report.nodeid.rpartition("@")[0] or report.nodeid
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests of FSDP on old versions of torch.
 

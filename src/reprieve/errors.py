@@ -15,9 +15,14 @@
     ├── OwnershipError         about the right to write to a checkpoint folder
     │   ├── FolderInUse        another run, still alive, holds the folder's lease
     │   └── Fenced             a newer attempt of the same run has taken over
-    └── RanksError             the processes of a job could not agree
-        ├── RankFailed         a rank failed, or did not answer in time
-        └── StoreLost          the store that ranks communicate through is gone (its host died)
+    ├── RanksError             the processes of a job could not agree
+    │   ├── RankFailed         a rank failed, or did not answer in time
+    │   └── StoreLost          the store that ranks communicate through is gone (its host died)
+    └── KubernetesError        the Kubernetes API refused a request; has its message
+        ├── ObjectNotFound     the object, or its kind, does not exist
+        ├── ObjectChanged      somebody else changed the object in the meantime, or created it: read it again
+        ├── NotPermitted       the credentials do not allow it; names them and the missing permission
+        └── ApiUnreachable     the API server did not answer
 
 Third-party errors are chained (`raise … from`), never leaked. A message says what happened, to which thing, and what
 to do about it. Where users enter code that needs an optional dependency, such as torch, the import is wrapped in
@@ -29,7 +34,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-_EXTRAS = {"torch": "torch", "transformers": "transformers", "accelerate": "transformers", "ray": "ray"}
+_EXTRAS = {
+    "torch": "torch",
+    "transformers": "transformers",
+    "accelerate": "transformers",
+    "ray": "ray",
+    **dict.fromkeys(("kubeflow", "kubernetes"), "kubeflow"),
+    **dict.fromkeys(("cryptography", "httpx2", "lightkube", "starlette", "uvicorn"), "operator"),
+    **dict.fromkeys(("datasets", "huggingface_hub", "peft", "PIL", "trl", "yaml"), "finetune"),
+}
 """Package → the extra of Reprieve that installs it."""
 
 
@@ -125,6 +138,26 @@ class RankFailed(RanksError):
 
 class StoreLost(RanksError):
     """The store that the ranks communicate through cannot be reached any more."""
+
+
+class KubernetesError(ReprieveError):
+    """The Kubernetes API refused a request."""
+
+
+class ObjectNotFound(KubernetesError):
+    """The object, or its kind, does not exist."""
+
+
+class ObjectChanged(KubernetesError):
+    """Somebody else changed the object in the meantime, or created it."""
+
+
+class NotPermitted(KubernetesError):
+    """The credentials do not allow the request."""
+
+
+class ApiUnreachable(KubernetesError):
+    """The API server did not answer, or cannot do so at present: it is overloaded, or something behind it is away."""
 
 
 def is_permanent(error: BaseException) -> bool:

@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 from reprieve.errors import ConfigError
+from reprieve.host import in_pod
 from reprieve.launcher_protocol import DRILL, START_OVER
 from reprieve.units import parse_duration
 
@@ -34,7 +35,7 @@ _FALSE = {"0", "false", "no", "off"}
 # How texts are parsed
 
 
-def _parse_bool(text: str) -> bool:
+def parse_bool(text: str) -> bool:
     if text.strip().lower() in _TRUE:
         return True
     if text.strip().lower() in _FALSE:
@@ -44,7 +45,7 @@ def _parse_bool(text: str) -> bool:
 
 def _parse_resume(text: str) -> bool:
     """Return `fresh`, the opposite of CHECKPOINT_RESUME."""
-    return not _parse_bool(text)
+    return not parse_bool(text)
 
 
 def _parse_duration(value: str | float | timedelta) -> timedelta:
@@ -142,6 +143,14 @@ class Settings:
             default_text="the script's",
         )
     )
+    fallback: str | None = field(
+        metadata=_declare(
+            "CHECKPOINT_FALLBACK_URI",
+            "folder that takes the place of an object store, which this version does not write to",
+            is_option=False,
+            default_text="none",
+        )
+    )
     every: Any = field(
         metadata=_declare(
             "CHECKPOINT_INTERVAL",
@@ -177,7 +186,7 @@ class Settings:
             "REPRIEVE_SAVE_AT_END",
             "save the last step when training is finished (transformers.Trainer)",
             True,
-            parse=_parse_bool,
+            parse=parse_bool,
             is_option=False,
             default_text="true",
         )
@@ -286,12 +295,23 @@ class Settings:
 
     def start_over(self, env: Mapping[str, str] = os.environ) -> str | None:
         """Return the id of the request to start over, which is carried out once; an empty text: it has none and is
-        carried out at every start, as the script says; None: resume."""
+        carried out at every start, as the script says; None: resume.
+
+        Raises ConfigError in a pod whose environment requests it without a run name: each pod would start over.
+        """
         if not self.fresh:
             return None
         if self.sources["fresh"] != SETTINGS["fresh"].env:
             return ""
-        return env.get(START_OVER) or self.name or ""
+        request = env.get(START_OVER) or self.name or ""
+        if not request and in_pod(env) and self.drill is None:
+            name, run = SETTINGS["fresh"].env, SETTINGS["name"].env
+            raise ConfigError(
+                f"{name}={env.get(name, '').strip()} without {run}: each start of this pod would move all checkpoints "
+                f"away. Set {run} to a name that all pods of the job share: in a TrainJob by fieldRef to "
+                "metadata.labels['jobset.sigs.k8s.io/jobset-uid'], as the runtime reprieve-torch does"
+            )
+        return request
 
     def options(self) -> dict[str, str]:
         """Return the text of each setting that was given as an option of the command line, `fresh` excepted."""
@@ -326,12 +346,35 @@ def resolve(given: Mapping[str, Any], env: Mapping[str, str] = os.environ, *, op
         else:
             values[name], sources[name] = setting.default, "default"
     enabled = env.get("CHECKPOINT_ENABLED", "")
-    if given.get("every") is None and enabled.strip() and not _parse(_parse_bool, enabled, "CHECKPOINT_ENABLED"):
+    if given.get("every") is None and enabled.strip() and not _parse(parse_bool, enabled, "CHECKPOINT_ENABLED"):
         values["every"], sources["every"] = NEVER, "CHECKPOINT_ENABLED"
+    is_first = options or env.get("RANK", "0") == "0"
+    """Log once, not on each rank."""
+    uri = env.get("CHECKPOINT_URI", "").strip()
+    if (
+        is_first
+        and uri
+        and sources["checkpoints"] == "checkpoints="
+        and values["checkpoints"].rstrip("/") != uri.rstrip("/")
+    ):
+        # In a pod, the folder of the script may not be in the volume.
+        log.warning(
+            "checkpoints go to %s, as the script says, and not to CHECKPOINT_URI=%s", values["checkpoints"], uri
+        )
+    if values["fallback"] is not None and is_object_store(values["checkpoints"]):
+        if is_first:
+            text = "this version does not write to %s: checkpoints go to %s (%s)"
+            log.warning(text, values["checkpoints"], values["fallback"], SETTINGS["fallback"].env)
+        values["checkpoints"], sources["checkpoints"] = values["fallback"], SETTINGS["fallback"].env
     save_type = _parse(_check_save_type, env.get("CHECKPOINT_SAVE_TYPE", ""), "CHECKPOINT_SAVE_TYPE")
     if save_type == "incremental" and not options and env.get("RANK", "0") == "0":  # once, and not in the launcher
         log.warning("CHECKPOINT_SAVE_TYPE=incremental is not supported: each checkpoint is saved whole")
     return Settings(**values, sources=sources)
+
+
+def is_object_store(uri: str | None) -> bool:
+    """Return whether a checkpoint folder is in an object store, which this version does not write to."""
+    return uri is not None and "://" in uri and not uri.startswith("file://")
 
 
 def _parse(parse: Callable[[Any], Any], value: Any, source: str) -> Any:

@@ -5,6 +5,6 @@ from __future__ import annotations
 from reprieve.errors import needing
 
 with needing("reprieve.transformers"):
-    from reprieve.adapters.transformers import protect
+    from reprieve.adapters.transformers import protect, protect_all
 
-__all__ = ["protect"]
+__all__ = ["protect", "protect_all"]

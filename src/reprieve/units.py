@@ -14,18 +14,17 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 
 def parse_duration(text: str | float | timedelta) -> timedelta:
     """Convert `"90s"`, `"5m"`, `"1h30m"`, a number of seconds or a timedelta. Zero and less raise ConfigError."""
-    if isinstance(text, timedelta):
-        duration = text
-    elif isinstance(text, int | float):
-        try:
-            duration = timedelta(seconds=text)
-        except (ValueError, OverflowError):
-            raise ConfigError(f"{text!r} is not a duration: use a finite number of seconds") from None
-    else:
+    if isinstance(text, str):
         parts = _DURATION.findall(text)
         if not parts or _DURATION.sub("", text).strip():
             raise ConfigError(f"{text!r} is not a duration: write it like '30s', '5m' or '1h30m'")
-        duration = timedelta(seconds=sum(float(number) * _SECONDS[unit] for number, unit in parts))
+        seconds: float | timedelta = sum(float(number) * _SECONDS[unit] for number, unit in parts)
+    else:
+        seconds = text
+    try:
+        duration = seconds if isinstance(seconds, timedelta) else timedelta(seconds=seconds)
+    except (ValueError, OverflowError):
+        raise ConfigError(f"{text!r} is not a duration: use a finite number of seconds") from None
     if duration <= timedelta(0):
         raise ConfigError(f"the duration {text!r} must be more than zero")
     return duration

@@ -10,6 +10,7 @@ from importlib import import_module
 
 _MODULES = (
     "accelerate",
+    "datasets",
     "deepspeed",  # Accelerate imports it where it is installed, for any trainer
     "deepspeed.module_inject",
     "deepspeed.module_inject.auto_ep_config",
@@ -22,7 +23,10 @@ _MODULES = (
     "reprieve.adapters.loop.run",
     "reprieve.adapters.transformers",
     "reprieve.adapters.transformers.training",
+    "reprieve.finetune.job",
+    "reprieve.finetune.training",
     "reprieve.transformers",
+    "tests.support.jobs.finetune_jobs",
     "tests.support.jobs.hf_jobs",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",

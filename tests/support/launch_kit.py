@@ -99,6 +99,10 @@ class Lab:
         lines = path.read_text().splitlines() if path.exists() else []
         return int(json.loads(lines[-1])[0]) if lines else 0
 
+    def weights(self, step: int) -> bytes:
+        """Return the weights that the checkpoint of a step holds."""
+        return (self.job / "checkpoints" / f"checkpoint-{step}" / "model.safetensors").read_bytes()
+
     def termination(self) -> dict[str, Any]:
         """Return the content of the termination log."""
         return dict(json.loads((self.folder / "exit-message").read_text()))

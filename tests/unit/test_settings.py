@@ -19,6 +19,7 @@ DOCS = Path(__file__).parents[2] / "docs/launch.md"
 EVERY_SETTING = [
     # name, variable, (argument, what it means), (variable's text, what it means), default
     ("checkpoints", "CHECKPOINT_URI", ("/a", "/a"), ("/b", "/b"), None),
+    ("fallback", "CHECKPOINT_FALLBACK_URI", ("/a", "/a"), ("/b", "/b"), None),
     ("every", "CHECKPOINT_INTERVAL", ("auto", "auto"), ("20m", "20m"), "10m"),
     ("keep", "CHECKPOINT_MAX_RETAIN", ("all", ALL), ("5", 5), 3),
     ("fresh", "CHECKPOINT_RESUME", (True, True), ("true", False), False),
@@ -36,6 +37,7 @@ EVERY_SETTING = [
 ]
 ALL_GIVEN = {
     "checkpoints": "/data/run 1",
+    "fallback": "/data/run 2",
     "every": "epoch",
     "keep": "all",
     "fresh": True,
@@ -298,3 +300,36 @@ def test_a_request_to_start_over_by_the_environment_has_an_id(
 ) -> None:
     """A request with an id is carried out once; a script that says so itself starts over every time."""
     assert resolve(given, env, options=False).start_over(env) == request_id
+
+
+def test_starting_over_in_a_pod_needs_the_name_of_the_run() -> None:
+    """Each pod of the job would start over otherwise, and move the checkpoints of the one before away."""
+    env = {"CHECKPOINT_RESUME": "false", "KUBERNETES_SERVICE_HOST": "10.96.0.1"}
+    with pytest.raises(ConfigError, match=r"CHECKPOINT_RESUME=false without REPRIEVE_RUN: .*jobset-uid"):
+        resolve({}, env, options=False).start_over(env)
+    for known in ({"REPRIEVE_RUN": "uid"}, {"REPRIEVE_START_OVER": "fit"}, {"REPRIEVE_DRILL": "/tmp/drill"}):
+        assert resolve({}, env | known, options=False).start_over(env | known) is not None
+    assert resolve({"fresh": True}, env, options=False).start_over(env) == "", "the script says so"
+
+
+def test_a_folder_takes_the_place_of_an_object_store(caplog: pytest.LogCaptureFixture) -> None:
+    env = {"CHECKPOINT_URI": "s3://bucket/run", "CHECKPOINT_FALLBACK_URI": "/mnt/run"}
+    found = resolve({}, env)
+    assert (found.checkpoints, found.sources["checkpoints"]) == ("/mnt/run", "CHECKPOINT_FALLBACK_URI")
+    assert "this version does not write to s3://bucket/run: checkpoints go to /mnt/run" in caplog.text
+    assert found.environment()["CHECKPOINT_URI"] == "/mnt/run", "the ranks save where the launcher says"
+
+
+@pytest.mark.parametrize("uri", ["/mnt/run", "file:///mnt/run", "runs/a"])
+def test_a_folder_needs_no_other(uri: str) -> None:
+    assert resolve({}, {"CHECKPOINT_URI": uri, "CHECKPOINT_FALLBACK_URI": "/other"}).checkpoints == uri
+
+
+def test_a_folder_of_the_script_that_is_not_the_one_of_the_job_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    env = {"CHECKPOINT_URI": "/workspace/run/"}
+    assert resolve({"checkpoints": "out"}, env, options=False).checkpoints == "out"
+    assert "checkpoints go to out, as the script says, and not to CHECKPOINT_URI=/workspace/run/" in caplog.text
+    caplog.clear()
+    resolve({"checkpoints": "/workspace/run"}, env, options=False)
+    resolve({"checkpoints": "out"}, env, options=True)
+    assert caplog.text == ""

@@ -104,8 +104,6 @@ class Checkpointer:
         self.retention = Retention(keep=keep, keep_every=keep_every, best=best, keep_requested=keep_requested)
         self._clock = clock or SystemClock()
         self.schedule = Schedule.of(every, self._clock)
-        if self.schedule.auto is not None:
-            self.schedule.auto.learn(attempts.read(self.root), self._clock.time())
         self._state = State(state)
         self._strict = strict
         self._rng = rng
@@ -131,6 +129,9 @@ class Checkpointer:
             wait=parse_duration(take_over_after),
             plan_first_save=self._plan_first_save,
         )
+        if self.schedule.auto is not None:
+            # Under the lease: an earlier attempt that still saved meanwhile would count as lost.
+            self.schedule.auto.learn(attempts.read(self.root), self._clock.time())
         self._ranks = self._ranks.scoped(f"{self.run_name}/{self.attempt}")
         self._coordinated = CoordinatedSchedule(self.schedule, self._ranks)
         self._saver = Saver(

@@ -74,6 +74,5 @@ class ResumableLoader:
         return None if redistribution is None else redistribution.length(PassPosition.from_state(position))
 
     def end_workers(self) -> None:
-        """End the workers that are still running: they are asked to exit, and killed after a second. For the end of a
-        process."""
+        """End the workers that still run, and kill them after a second. For the end of a process."""
         self._source.end_workers()

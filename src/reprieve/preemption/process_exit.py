@@ -33,7 +33,13 @@ class Preempted(SystemExit):
     exits with 143, so do not catch it; if it is caught, the next boundary raises it again."""
 
     def __init__(
-        self, reason: str = "", *, step: int | None = None, saved: bool = False, checkpoint: str | None = None
+        self,
+        reason: str = "",
+        *,
+        step: int | None = None,
+        saved: bool = False,
+        checkpoint: str | None = None,
+        requested_at: float | None = None,
     ) -> None:
         super().__init__(exit_codes.PREEMPTED)
         self.reason = reason
@@ -43,6 +49,8 @@ class Preempted(SystemExit):
         """Whether that step is in a checkpoint."""
         self.checkpoint = checkpoint
         """The path of that checkpoint."""
+        self.requested_at = requested_at
+        """When this process learned of the stop, by `time.monotonic`; None: unknown."""
 
 
 class ProcessExit:
@@ -106,7 +114,7 @@ class ProcessExit:
             self.host.hand_back()
             return
         # On a thread, if one can still start: the main thread may hang in a stream and hold its lock.
-        flushing = threading.Thread(target=_flush, daemon=True)
+        flushing = threading.Thread(target=_flush, name="reprieve flush", daemon=True)
         try:
             flushing.start()
         except RuntimeError:  # the interpreter is ending

@@ -9,9 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from reprieve.preemption.deadline import Grace
+
+if TYPE_CHECKING:
+    from reprieve.preemption.process_exit import Preempted
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,10 @@ class ProcessHost(Protocol):
 
     def unsubscribe(self, listener: StopRequestListener) -> None:
         """Stop calling `listener`."""
+
+    def stopped(self, stopped: Preempted) -> None:
+        """Note how the run has stopped. It raises this exception next, and its code unwinds. Callable from any
+        thread."""
 
     def hand_back(self) -> None:
         """Note that the run no longer needs this process. Callable from any thread, any number of times."""

@@ -40,18 +40,21 @@ class StopListener:
         on_stop: Callable[[], None],
         *,
         on_request: Callable[[], None] = lambda: None,
+        on_deadline: Callable[[], None] = lambda: None,
         grace: Grace,
         signals: Iterable[int | str] = (signal.SIGTERM,),
         kill_wait: timedelta = timedelta(0),
         notices: str | Sequence[str] = "auto",
         host: ProcessHost | None = None,
     ) -> None:
-        """Both are called once, on the listener's thread: `on_request` as soon as there is a request, `on_stop`
-        `kill_wait` later. `host`: where requests come from instead of signals and notices; it has waited already."""
+        """All are called on the listener's thread: `on_request` once, as soon as there is a request; `on_stop` once,
+        `kill_wait` later; `on_deadline` after that, whenever a later request has moved the deadline closer. `host`:
+        where requests come from instead of signals and notices; it has waited already."""
         self.grace = grace if host is None else host.grace
         self.signals = tuple(map(signal_number, signals))
         self.stop: StopRequest | None = None
         self._on_request = on_request
+        self._on_deadline = on_deadline
         self._announced = threading.Event()
         self._on_stop = on_stop
         self._kill_wait = kill_wait if host is None else timedelta(0)
@@ -94,6 +97,7 @@ class StopListener:
             self._requests.put(reason)
         elif is_announced and deadline is not None and (stop.deadline is None or deadline < stop.deadline):
             self.stop = replace(stop, deadline=deadline, certain=True)
+            self._requests.put(reason)
 
     def wait_until_announced(self, timeout_s: float) -> None:
         """Wait until the request is logged and reported, which the listener's thread does."""
@@ -126,6 +130,7 @@ class StopListener:
             self._requests.put(request.reason)
         else:
             self.stop = replace(stop, deadline=request.deadline, certain=request.certain)
+            self._requests.put(request.reason)
 
     def _noticed(self, notice: Notice) -> None:
         if not notice.urgent:
@@ -149,6 +154,8 @@ class StopListener:
             log.warning("training continues for %g s before saving (kill_wait)", wait)
             threading.Event().wait(wait)
         self._on_stop()
+        while self._requests.get() is not None:
+            self._on_deadline()
 
 
 def signal_number(name: int | str) -> int:

@@ -1,4 +1,4 @@
-"""The reason of a failure for everybody who can see the run: one line, not too long, without secrets.
+"""The reason of a failure for everybody who can see the run, without secrets: on one short line, or whole.
 
 Values of secret environment variables are hidden, and so is text that looks like a secret. When in doubt, it is hidden.
 """
@@ -27,13 +27,18 @@ _BEARER = re.compile(r"(?<=Bearer )[\w.\-]{8,}")
 
 def reason(error: BaseException, env: Mapping[str, str] = os.environ) -> str:
     """Return the reason, such as `RuntimeError: CUDA out of memory`."""
-    # A rank that failed because of another rank reports that rank's error.
-    text = error.reason if isinstance(error, RankFailed) else _text(error)
-    text = _without_secrets(" ".join(text.split()), env)
+    text = without_secrets(" ".join(_text(error).split()), env)
     return text if len(text) <= MAX_LENGTH else f"{text[: MAX_LENGTH - 1]}…"
 
 
+def whole_reason(error: BaseException, env: Mapping[str, str] = os.environ) -> str:
+    """Return the reason with its line breaks, however long it is."""
+    return without_secrets(_text(error), env)
+
+
 def _text(error: BaseException) -> str:
+    if isinstance(error, RankFailed):
+        return error.reason  # the error of the rank that failed first
     kind = type(error).__name__
     try:
         message = str(error)
@@ -42,7 +47,8 @@ def _text(error: BaseException) -> str:
     return f"{kind}: {message}" if message else kind
 
 
-def _without_secrets(text: str, env: Mapping[str, str]) -> str:
+def without_secrets(text: str, env: Mapping[str, str] = os.environ) -> str:
+    """Return the text with its secrets hidden."""
     for name, value in env.items():
         if len(value) >= _MIN_SECRET_LENGTH and is_secret(name, value):
             text = text.replace(value, HIDDEN)

@@ -28,8 +28,10 @@ def addresses(env: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def print_protected(env: Mapping[str, str] = os.environ) -> None:
-    """Print the lines that Kubeflow users look for in the log of a pod. Only call this where SIGTERM leads to a save.
-    Outside of pods it prints nothing."""
+    """Print the lines that Kubeflow users look for in the log of each pod. Only call this where SIGTERM leads to a
+    save. Outside of pods, and on all but the first rank of a pod, it prints nothing."""
+    if env.get("LOCAL_RANK", "0") != "0":
+        return
     if in_pod(env) or any(name.startswith("KUBEFLOW_") for name in env):
         print(
             "[Kubeflow] JIT checkpoint signal handler registered for SIGTERM\n[Kubeflow] JIT checkpointing enabled",

@@ -13,8 +13,15 @@ from dataclasses import dataclass, field
 from reprieve.run_state import RunState
 
 _ENDED_STATES = (RunState.STOPPED, RunState.FAILED, RunState.FINISHED)
-STATES = (RunState.STARTING, RunState.TRAINING, RunState.EVALUATING, RunState.SAVING, *_ENDED_STATES)
-"""The states that a training process reports."""
+STATES = (
+    RunState.STARTING,
+    RunState.TRAINING,
+    RunState.EVALUATING,
+    RunState.SAVING,
+    RunState.WAITING,  # of a run on Ray, whose workers restart
+    *_ENDED_STATES,
+)
+"""The states that a run reports."""
 
 
 MAX_LISTED = 20

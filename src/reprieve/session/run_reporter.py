@@ -21,10 +21,10 @@ from reprieve.checkpoint.checkpointer import Checkpointer
 from reprieve.checkpoint.folder.catalog import CheckpointInfo
 from reprieve.checkpoint.results import Restored, Save
 from reprieve.checkpoint.state.fingerprint import fingerprints
-from reprieve.errors import OwnershipError, RankFailed, is_permanent
+from reprieve.errors import OwnershipError, is_permanent
 from reprieve.launcher_protocol import STEP_REPORT_INTERVAL_S, Reporter
 from reprieve.progress import pod
-from reprieve.progress.failure_reason import reason
+from reprieve.progress.failure_reason import reason, whole_reason
 from reprieve.progress.publisher import Publisher
 from reprieve.progress.sinks import termination_log
 from reprieve.progress.snapshot import ListedCheckpoint
@@ -68,8 +68,7 @@ class RunReporter:
         """Report that the run could not be set up."""
         if is_permanent(error):
             # Report the original error on every rank: the launcher shows the first that arrives.
-            cause = error.reason if isinstance(error, RankFailed) else f"{type(error).__name__}: {error}"
-            self._reporter.send(launcher_protocol.Refused(error=cause))
+            self._reporter.send(launcher_protocol.Refused(error=whole_reason(error)))
         self.failed(error)
         if self._is_first_rank and self._publisher is None:
             if isinstance(error, OwnershipError):
@@ -111,8 +110,8 @@ class RunReporter:
                 if checkpoint.step == resumed and checkpoint.problem is None:
                     self.tracker.restored(checkpoint.path, checkpoint.bytes, checkpoint.created.timestamp())
             self._publisher = Publisher.from_environment(self.tracker, self._settings, bar=self._bar).start()
-            if signal.SIGTERM in handled_signals:
-                pod.print_protected()
+        if signal.SIGTERM in handled_signals:
+            pod.print_protected()
 
     def restored(self, parts: Parts) -> None:
         """In a drill, report fingerprints of these parts, which are in memory again."""

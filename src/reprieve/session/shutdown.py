@@ -90,11 +90,14 @@ class GracefulShutdown:
             )
         # Before the ranks leave: from then on the process has only seconds.
         state = fingerprinted(self._parts) if self._reporter.is_drill else {}
+        checkpoint = str(paths.checkpoint(self._checkpointer.root, step)) if saved else None
+        stopped = Preempted(stop.reason, step=step, saved=saved, checkpoint=checkpoint, requested_at=stop.at)
+        if process_exit.host is not None:
+            process_exit.host.stopped(stopped)
         self._leave(stop)
         times["left"] = time.monotonic()
         self._reporter.stopped(step, saved=saved, times=times, **state)
-        checkpoint = str(paths.checkpoint(self._checkpointer.root, step)) if saved else None
-        return Preempted(stop.reason, step=step, saved=saved, checkpoint=checkpoint)
+        return stopped
 
     def _agree_on_deadline(self, stop: StopRequest) -> StopRequest:
         """Return the earliest deadline of all ranks, less the margin, with the reason from outside."""

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from reprieve.errors import is_permanent
 from reprieve.launcher_protocol import Refused, Reporter
 from reprieve.preemption.process_exit import process_exit
-from reprieve.progress.failure_reason import reason
+from reprieve.progress.failure_reason import reason, whole_reason
 from reprieve.progress.sinks import termination_log
 from reprieve.run_state import RunState
 
@@ -28,7 +28,7 @@ def reporting_startup_errors() -> Iterator[None]:
     except Exception as error:
         if is_permanent(error):
             reporter = Reporter(_int_from_env("RANK", 0), _int_from_env("WORLD_SIZE", 1))
-            if not reporter.send(Refused(error=f"{type(error).__name__}: {error}")):
+            if not reporter.send(Refused(error=whole_reason(error))):
                 termination_log.add_message(reason(error), RunState.FAILED, step=0)
             reporter.close()
         raise

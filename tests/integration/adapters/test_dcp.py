@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from reprieve.checkpoint.buffers.block_pool import BlockPool
 from reprieve.checkpoint.folder.verify import verify
 from reprieve.testing import FullDisk, run_ranks, values
 from tests.support.jobs import dcp_jobs as ranks
+
+SOAK = bool(os.environ.get("REPRIEVE_SOAK"))
 
 pytestmark = [pytest.mark.fsdp, pytest.mark.xdist_group("dcp")]  # the fixtures take longer than the tests
 
@@ -128,7 +131,10 @@ def test_asynchronous_saves(kind: str, top: Path, on_2: list[dict[str, Any]]) ->
     assert verify(top / kind, BlockPool()).manifest is not None
 
 
-@pytest.mark.parametrize(("dying", "at", "nth"), [(1, "write", 2), (0, "write", 2), (0, "rename", 1)])
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("dying", "at", "nth"), [(1, "write", 2), (0, "rename", 1), *([(0, "write", 2)] if SOAK else [])]
+)
 def test_a_rank_that_dies_leaves_the_old_one(dying: int, at: str, nth: int, tmp_path: Path) -> None:
     path = tmp_path / "last"
     results = run_ranks(2, ranks.save_and_die, path, dying, at, nth, group_timeout="10s", timeout="120s")

@@ -36,6 +36,18 @@ def test_with_workers(ranks: int, stops: list[StopPoint]) -> None:
     assert found == [[]] * ranks
 
 
+def test_streams_of_datasets_with_workers() -> None:
+    found = _on_ranks(2, jobs.differing, ["stream of datasets"], [False], [[(0, 2), (1, -2)]], {"num_workers": 2})
+    assert found == [[]] * 2
+
+
+@pytest.mark.parametrize(("workers", "stops"), [(0, [(0, 1), (0, 3), (0, -1), (1, 2)]), (2, [(0, 3)])])
+def test_each_rank_reads_its_own_part_of_a_stream(workers: int, stops: list[StopPoint]) -> None:
+    """Here no rank reads for the others: `split_dataset_by_node` divides a stream of `datasets`."""
+    found = _on_ranks(2, jobs.differing_in_own_parts, [stops], {"num_workers": workers})
+    assert found == [[]] * 2
+
+
 def test_with_persistent_workers() -> None:
     """Batches that are read and dropped at the end of an epoch do not affect the next epoch."""
     names = ["map", "map, drop_last", "stream"]

@@ -11,6 +11,8 @@ from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderDispatcher, prepare_data_loader
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DataLoaderConfiguration
+from datasets import Dataset, interleave_datasets
+from datasets.distributed import split_dataset_by_node
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, default_collate
 
@@ -43,6 +45,14 @@ class Drawing(Shards):
         draw()
 
 
+def rows(count: int) -> Any:
+    return Dataset.from_dict({"index": list(range(count))}).to_iterable_dataset(num_shards=4)
+
+
+def doubled(row: dict[str, int]) -> dict[str, int]:
+    return {"index": 2 * row["index"]}
+
+
 LOADERS: Mapping[str, Callable[..., DataLoader[Any]]] = {
     # One sample beyond the full batches: the last batch is filled up, and made of fewer batches of the real loader.
     "map": lambda ranks, **more: DataLoader(Augmented(8 * ranks + 1), shuffle=True, collate_fn=Masks(), **more),
@@ -54,6 +64,13 @@ LOADERS: Mapping[str, Callable[..., DataLoader[Any]]] = {
     # One batch too many: while it waits for the others of its round, the stream ends.
     "stream, drawing": lambda ranks, **more: DataLoader(Drawing(8 * ranks + 2), **more),
     "stream that cannot tell": lambda ranks, **more: DataLoader(Unaware(), **more),
+    "stream of datasets": lambda ranks, **more: DataLoader(rows(8 * ranks + 1), collate_fn=Masks(), **more),
+    "stream of datasets, shuffled": lambda ranks, **more: DataLoader(
+        rows(8 * ranks + 1).shuffle(seed=5, buffer_size=5), collate_fn=Masks(), **more
+    ),
+    "stream of datasets, interleaved": lambda ranks, **more: DataLoader(
+        interleave_datasets([rows(4 * ranks), rows(4 * ranks + 1).map(doubled)]), collate_fn=Masks(), **more
+    ),
 }
 """Batches of two samples a rank, so that an epoch has four full ones."""
 
@@ -138,6 +155,22 @@ def from_the_third(name: str) -> tuple[Any, Any]:
     expected = list(make())[2:]
     seed(1)
     return _samples(expected), _samples(ResumableLoader(make()).start({"consumed": 2}))
+
+
+def differing_in_own_parts(scenarios: Sequence[Sequence[StopPoint]], more: Mapping[str, Any]) -> list[Any]:
+    """Each rank reads its own part of a stream of `datasets`: shards where they divide evenly, otherwise rows."""
+    found = []
+    for shards, shuffled in ((4, False), (4, True), (3, False)):
+
+        def make(shards: int = shards, shuffled: bool = shuffled) -> Any:
+            data = Dataset.from_dict({"index": list(range(24))}).to_iterable_dataset(num_shards=shards)
+            if shuffled:
+                data = data.shuffle(seed=5, buffer_size=5)
+            part = split_dataset_by_node(data, rank=dist.get_rank(), world_size=dist.get_world_size())
+            return DataLoader(part, batch_size=2, collate_fn=Masks(), **more)
+
+        found += [(shards, shuffled, stops) for stops in _differing(make, scenarios)]
+    return found
 
 
 def _samples(batches: Iterable[Any]) -> list[Any]:

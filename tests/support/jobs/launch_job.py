@@ -28,9 +28,13 @@ class Options:
     folder: str
     steps: int = 30
     step_s: float = 0.0
+    """How long a step takes, until the file `hurry` is in the job's folder. A test of stops gives more steps than it
+    needs, so that none comes after the last one, and then has the rest trained without pauses."""
     safe: bool = True
     width: int = 16
     every: str | int = "never"
+    by_environment: bool = False
+    """The folder of the checkpoints and how often to save come from the environment."""
     crash_at: int | None = None
     hang_at: int | None = None
     leave_at: int | None = None
@@ -39,6 +43,8 @@ class Options:
     """The last rank kills itself there."""
     exhaust_at: int | None = None
     """The last rank takes memory from there on, until it is killed. Only once: a resumed job trains on."""
+    reports_all: bool = False
+    """Also how many epochs there are, and the learning rate."""
     holds_saves: bool = False
     """Saves wait while the file `hold` is in the job's folder."""
     deaf: bool = False
@@ -69,7 +75,8 @@ def main(options: Options) -> None:
             time.sleep(600)
         os._exit(0)
     seen = (Path(options.folder) / f"seen-{rank}.jsonl").open("a", buffering=1)
-    checkpoints = Path(options.folder) / "checkpoints"
+    checkpoints = None if options.by_environment else Path(options.folder) / "checkpoints"
+    every = None if options.by_environment else options.every
     if not options.safe:
         for step, (batch,) in zip(range(options.steps), _for_ever(loader), strict=False):
             _step(model, optimizer, batch, step + 1, options)
@@ -78,17 +85,15 @@ def main(options: Options) -> None:
     if options.holds_saves:
         disk = HeldDisk(Path(options.folder) / "hold")
     (Path(options.folder) / f"reached-{rank}").touch()
-    with reprieve.Run(
-        checkpoints, model=model, optimizer=optimizer, every=options.every, notices="off", disk=disk
-    ) as run:
-        for _ in run.epochs(steps=options.steps):
+    with reprieve.Run(checkpoints, model=model, optimizer=optimizer, every=every, notices="off", disk=disk) as run:
+        for _ in run.epochs(options.steps // len(loader) if options.reports_all else None, steps=options.steps):
             for (batch,) in run.batches(loader):
                 if options.desert and rank == ranks - 1:
                     time.sleep(options.step_s)  # the others wait in the collective
                     if run._session.stop_listener.stop is not None:
                         os._exit(1)
                 loss = _step(model, optimizer, batch, run.steps + 1, options)
-                run.step(loss=loss)
+                run.step(loss=loss, **({"learning_rate": 0.001} if options.reports_all else {}))
                 seen.write(json.dumps([run.steps, loss.item()]) + "\n")
                 if run.steps == options.leave_at:
                     return
@@ -148,7 +153,8 @@ def _step(model: nn.Module, optimizer: Adam, batch: torch.Tensor, step: int, opt
     loss: torch.Tensor = model(batch).square().mean()
     loss.backward()
     optimizer.step()
-    time.sleep(options.step_s)
+    if options.step_s and not (Path(options.folder) / "hurry").exists():
+        time.sleep(options.step_s)
     return loss.detach()
 
 

@@ -37,3 +37,8 @@ class _WithoutOperators:
 
 if os.environ.get("TESTS_COMPILE_NOTHING"):
     sys.meta_path.insert(0, _WithoutOperators())
+
+if "TESTS_RAY_FORKS" in os.environ and any(each.endswith("/setup_worker.py") for each in sys.orig_argv[1:2]):
+    from tests.support.ray_forks import become_client
+
+    become_client()

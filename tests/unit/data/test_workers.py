@@ -82,6 +82,23 @@ def test_workers_of_any_loader_survive_what_stops_a_run(kind: str, context: str,
         source.end_workers()
 
 
+def test_workers_of_a_library_that_is_imported_during_the_run_survive_too() -> None:
+    script = """
+        import os, signal, sys, warnings
+        from reprieve.data.workers import signals as worker_signals
+        from tests.unit.data.test_workers import WorkerPids
+        for _ in range(2):  # a second session in the same process
+            worker_signals.shield([signal.SIGTERM])
+        assert not any(name.startswith("torchdata") for name in sys.modules)
+        warnings.filterwarnings("ignore", "'set_vital' is deprecated")
+        from torchdata.stateful_dataloader import StatefulDataLoader
+        batches = iter(StatefulDataLoader(WorkerPids(), batch_size=1, num_workers=1))
+        os.kill(int(next(batches)), signal.SIGTERM)
+        print(len(list(batches)))
+    """
+    assert _run(script).stdout == "22\n"
+
+
 def _signal(pid: int, signals: list[signal.Signals]) -> None:
     for number in signals:
         os.kill(pid, number)

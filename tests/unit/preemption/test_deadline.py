@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 
 from reprieve.errors import ConfigError
-from reprieve.preemption.deadline import NO_LIMIT_S, Grace, resolve_grace_period
+from reprieve.preemption.deadline import NO_LIMIT_S, Grace, resolve_grace_period, take_over_wait
 from reprieve.preemption.stop_listener import signal_number
 
 
@@ -37,6 +37,17 @@ def test_who_says_how_long(given: str | None, env: dict[str, str], seconds: floa
 def test_nonsense_is_refused_by_name(text: str) -> None:
     with pytest.raises(ConfigError, match="REPRIEVE_GRACE"):
         resolve_grace_period(None, {"REPRIEVE_GRACE": text})
+
+
+@pytest.mark.parametrize(
+    ("configured", "grace", "seconds"), [(None, None, 60), (None, 30, 60), (None, 118, 128), (5, 118, 5), (0, None, 0)]
+)
+def test_an_earlier_attempt_may_use_its_whole_grace_period(
+    configured: float | None, grace: float | None, seconds: float
+) -> None:
+    known = Grace(None if grace is None else timedelta(seconds=grace), "as given")
+    wait = take_over_wait(None if configured is None else timedelta(seconds=configured), known)
+    assert wait == timedelta(seconds=seconds)
 
 
 def test_it_reads_as_a_sentence() -> None:

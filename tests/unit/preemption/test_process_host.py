@@ -40,6 +40,9 @@ class FakeHost:
     def unsubscribe(self, listener: StopRequestListener) -> None:
         self.listeners.remove(listener)
 
+    def stopped(self, stopped: Preempted) -> None:
+        self.has_stopped = stopped
+
     def hand_back(self) -> None:
         self.handed_back.set()
 

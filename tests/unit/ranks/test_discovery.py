@@ -53,6 +53,28 @@ def test_a_provided_world_of_one_needs_no_store() -> None:
     assert discovery.detect().agree("name", lambda: "alone") == ["alone"]
 
 
+@pytest.mark.parametrize("pod_ip", ["10.0.0.7", "2001:db8::7"])
+def test_a_pod_is_reached_by_its_address(monkeypatch: pytest.MonkeyPatch, pod_ip: str) -> None:
+    """A pod with IPv6 alone has no other."""
+    monkeypatch.setenv("POD_IP", f" {pod_ip}\n")
+    assert discovery._own_address() == pod_ip
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", "127.0.0.1"),
+        ("::1", "::1"),
+        ("10.0.0.7", "0.0.0.0"),
+        ("2001:db8::7", "::"),
+        ("node-0.invalid", "0.0.0.0"),
+    ],
+)
+def test_where_the_store_listens(host: str, expected: str) -> None:
+    """On the loopback alone if all ranks are on this machine; otherwise in the family of the address."""
+    assert discovery._listen_address(host) == expected
+
+
 def test_closing_the_ranks_leaves_the_provided_store_open() -> None:
     store = MemoryStore()
     discovery.provide(0, 2, store)

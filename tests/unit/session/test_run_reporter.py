@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from torch import nn
 import reprieve
 from reprieve.checkpoint.folder.catalog import list_checkpoints
 from reprieve.errors import FolderInUse, RankFailed
+from reprieve.launcher_protocol import LAUNCHER_SOCKET, Listener, Refused
 from reprieve.progress.snapshot import Checkpoints, ListedCheckpoint, Progress
 from reprieve.session.run_reporter import RunReporter
+from reprieve.session.startup_errors import reporting_startup_errors
 from reprieve.settings import resolve
 from reprieve.storage.disk import Disk, OpenFile
 from reprieve.testing.faulty_disks import SlowDisk
@@ -184,6 +187,20 @@ def test_that_signals_are_heard_is_said_only_where_they_are(
     assert "[Kubeflow] JIT checkpoint signal handler registered for SIGTERM" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(("local_rank", "printed"), [("0", True), ("1", False)])
+def test_the_log_of_each_pod_shows_that_signals_are_handled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], local_rank: str, printed: bool
+) -> None:
+    """Rank 0 is in one pod only. In the others a missing line would mean that they are not protected."""
+    with make(tmp_path) as run:
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        reporter = RunReporter(2, 4, resolve({}), bar=False)
+        checkpointer = run._session.checkpointer
+        reporter.started(None, finished=False, checkpointer=checkpointer, handled_signals=[signal.SIGTERM])
+    assert capfd.readouterr().err.count("[Kubeflow] JIT checkpointing enabled") == printed
+
+
 # The end
 
 
@@ -270,6 +287,26 @@ def test_a_wrong_setting_is_in_the_termination_log(
     content = json.loads(termination_log.read_text())
     found = content["reason"] or content["message"]
     assert content["state"] == "failed" and found.startswith("ConfigError: ") and text in found, content
+
+
+@pytest.mark.parametrize("is_startup", [True, False])
+def test_the_launcher_gets_a_refusal_without_secrets(monkeypatch: pytest.MonkeyPatch, is_startup: bool) -> None:
+    """It shows that in the termination log, in `reprieve status` and in the run record."""
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
+    error = reprieve.ConfigError("checkpoints go to\nhttps://me:secret@host/0123456789abcdef" + " and on" * 100)
+    listener = Listener()
+    monkeypatch.setenv(LAUNCHER_SOCKET, str(listener.path))
+    if is_startup:
+        with pytest.raises(reprieve.ConfigError), reporting_startup_errors():
+            raise error
+    else:
+        reporter = RunReporter(0, 1, resolve({}), bar=False)
+        reporter.refused(error)
+        reporter.closing(0, finished=False)
+        reporter._reporter.close()
+    refusals = [report.message for report in listener.read() if isinstance(report.message, Refused)]
+    listener.close()
+    assert refusals == [Refused(error="ConfigError: checkpoints go to\nhttps://***@host/***" + " and on" * 100)]
 
 
 def test_only_the_first_rank_tells_why(told: Path) -> None:

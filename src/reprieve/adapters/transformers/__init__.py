@@ -12,6 +12,9 @@ import functools
 import signal
 from typing import Any, TypeVar
 
+import transformers.trainer
+
+from reprieve.adapters.transformers import all_trainers
 from reprieve.adapters.transformers.protection import protection_of
 from reprieve.data.workers import signals as worker_signals
 from reprieve.preemption.signals import signal_watch
@@ -36,3 +39,11 @@ def protect(trainer: T, **options: Any) -> T:
     protected = functools.wraps(original)(functools.partial(protection.train, original))
     trainer.train = protected  # type: ignore[attr-defined]
     return trainer
+
+
+def protect_all() -> None:
+    """Protect every trainer of this process from its next `train` on, as `reprieve run` does.
+
+    Settings come from the environment and from TrainingArguments. A second call changes nothing.
+    """
+    all_trainers.protect_all(transformers.trainer)

@@ -1,4 +1,4 @@
-"""Protects every trainer of a process: the launcher's import hook calls `protect_all` for `transformers.trainer`.
+"""Protects every trainer of a process, for the launcher's import hook and for `reprieve.transformers.protect_all`.
 
 Nothing here may import the rest of this package at import time: a script that imports `reprieve.transformers` first
 imports `transformers.trainer` through it, and the hook runs while that import is still in progress.
@@ -12,19 +12,30 @@ import signal
 from types import ModuleType
 from typing import Any
 
-from reprieve.adapters.transformers.patching import call_arguments
+from reprieve.adapters.transformers.submitted import change_arguments, replace_arguments
 from reprieve.data.workers import signals as worker_signals
 from reprieve.launcher_protocol import DRILL, Protected, send_once
 from reprieve.preemption.signals import signal_watch
 from reprieve.storage.uri import run_folder
+from reprieve.submitted_arguments import SubmittedArguments
+
+_PROTECTED = "_reprieve_protects"
 
 
 def protect_all(module: ModuleType) -> None:
-    """Protect every trainer of this process from its first `train` on. `module`: `transformers.trainer`."""
+    """Protect every trainer of this process from its next `train` on. `module`: `transformers.trainer`."""
+    found = SubmittedArguments.from_environment()
+    if found is not None and not found.protected:
+        from reprieve.adapters.transformers.progress_only import report_all
+
+        report_all(module)
+        return
     signal_watch.install([signal.SIGTERM])
     worker_signals.shield([signal.SIGTERM])
     send_once(Protected())
     original = module.Trainer.train
+    if hasattr(original, _PROTECTED):
+        return
 
     @functools.wraps(original)
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -32,9 +43,12 @@ def protect_all(module: ModuleType) -> None:
 
         return protection_of(self, {}).train(functools.partial(original, self), *args, **kwargs)
 
+    setattr(train, _PROTECTED, True)
     module.Trainer.train = train
     if os.environ.get(DRILL):
         redirect_output(module)
+    if found is not None:
+        change_arguments(module, functools.partial(replace_arguments, found))  # before the drill's change
 
 
 def redirect_output(module: ModuleType) -> None:
@@ -43,16 +57,9 @@ def redirect_output(module: ModuleType) -> None:
     A trainer makes its folder in its constructor, TRL writes a model card into it with every save, and callbacks write
     their logs there. The drill removes all of that, and the job's own folder stays as it was.
     """
-    original = module.Trainer.__init__
 
-    @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        options = call_arguments(original, (self, *args), kwargs)
-        if options.get("args") is None:
-            options["args"] = module.TrainingArguments(output_dir="tmp_trainer")  # the trainer's own default
-        arguments = options["args"]
+    def redirect(arguments: Any) -> None:
         arguments.output_dir = os.fspath(run_folder(arguments.output_dir, os.environ[DRILL]))
         arguments.push_to_hub = False
-        original(**options)
 
-    module.Trainer.__init__ = init
+    change_arguments(module, redirect)

@@ -32,6 +32,7 @@ from reprieve.ranks.group import Ranks
 from reprieve.session.session import Session
 from reprieve.settings import ALL, NEVER, Settings, resolve
 from reprieve.storage.uri import original_path
+from reprieve.submitted_arguments import SubmittedArguments
 from reprieve.units import format_size
 
 log = logging.getLogger("reprieve")
@@ -80,11 +81,17 @@ def resolve_settings(trainer: Any, options: Mapping[str, Any], call: int) -> tup
     Options and the environment win over TrainingArguments, which win over Reprieve's defaults. Without
     `save_total_limit`, stock keeps every checkpoint that `save_strategy` requests. So does Reprieve where `every` adds
     checkpoints: `keep` then limits only the added ones.
+
+    A submitter who leaves `save_total_limit` to the script has a `keep` in the environment all the same, because
+    `spec.checkpointing` always has one: there it is the default.
     """
     args: TrainingArguments = trainer.args
     found = resolve({name: options.get(name) for name in _SETTINGS}, options=False)
     is_set = {name: source != "default" for name, source in found.sources.items()}
     every = found.every if is_set["every"] else NEVER
+    submitted = SubmittedArguments.from_environment()
+    leaves_limit = submitted is not None and submitted.save_total_limit is None and options.get("keep") is None
+    is_set["keep"] &= not (leaves_limit and args.save_total_limit)
     keep_requested = every != NEVER and not args.save_total_limit
     folder = Path(found.checkpoints or str(args.output_dir))
     settings = replace(

@@ -13,20 +13,20 @@ from pathlib import Path, PurePosixPath
 def available_bytes(root: Path = Path("/")) -> int:
     """Return the bytes that this process can use without reclaiming any process's working set."""
     limits = [_available_on_machine(root)]
-    for group, limit_file, usage_file in _cgroups(root):
+    for group, limit_file, usage_file in memory_cgroups(root):
         limit, used = _number(group / limit_file), _number(group / usage_file)
         if limit is not None and used is not None:
             # The page cache counts as usage; the kernel reclaims its inactive part first.
             stat = group / "memory.stat"
-            cache = _field(stat, "total_inactive_file") or _field(stat, "inactive_file") or 0
+            cache = read_field(stat, "total_inactive_file") or read_field(stat, "inactive_file") or 0
             limits.append(limit - used + cache)
     return max(0, min(limits))
 
 
-def _cgroups(root: Path) -> Iterator[tuple[Path, str, str]]:
+def memory_cgroups(root: Path) -> Iterator[tuple[Path, str, str]]:
     """Yield the folder of each memory cgroup, v2 and v1, with its limit and usage files.
 
-    Parents are included: any of them can set the limit.
+    Parents are included: any of them can set the limit. A folder need not exist.
     """
     top = root / "sys/fs/cgroup"
     v2, v1 = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
@@ -54,7 +54,7 @@ def _with_parents(path: str) -> Iterator[str]:
 
 
 def _available_on_machine(root: Path) -> int:
-    kilobytes = _field(root / "proc/meminfo", "MemAvailable:")
+    kilobytes = read_field(root / "proc/meminfo", "MemAvailable:")
     return kilobytes * 1024 if kilobytes is not None else 0
 
 
@@ -66,7 +66,8 @@ def _number(path: Path) -> int | None:
     return int(text) if text.isdigit() else None  # "max" means no limit
 
 
-def _field(path: Path, name: str) -> int | None:
+def read_field(path: Path, name: str) -> int | None:
+    """Return a number from a file of lines `name number`; None if it is not there."""
     try:
         lines = path.read_text().splitlines()
     except OSError:

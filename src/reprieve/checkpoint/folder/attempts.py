@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import logging
 import os
@@ -52,6 +54,11 @@ class AttemptRecord:
     updated: float = 0.0
     """When the launcher last wrote this record."""
 
+    @property
+    def key(self) -> tuple[str, float]:
+        """What tells it from all other attempts."""
+        return self.launcher, self.launched
+
     def end(self, at: float, cause: str) -> None:
         self.ended, self.cause = at, cause
 
@@ -67,9 +74,10 @@ def read(root: Path, *, node: int = 0, launcher: str | None = None) -> list[Atte
     `launcher`: the socket of the launcher whose attempt is running; default: that of this process.
     """
     running = os.environ.get(LAUNCHER_SOCKET, "") if launcher is None else launcher
+    path = _path(root, node)
     try:
-        content = json.loads(_path(root, node).read_bytes())
-        if content.get("version", VERSION) > VERSION:
+        content = json.loads(path.read_bytes())
+        if _is_newer(content, path):
             return []
         attempts = [AttemptRecord.from_json(attempt) for attempt in content["attempts"]]
     except FileNotFoundError:
@@ -86,9 +94,22 @@ def read(root: Path, *, node: int = 0, launcher: str | None = None) -> list[Atte
 
 
 def write(disk: Disk, root: Path, attempts: Sequence[AttemptRecord], *, node: int = 0) -> None:
-    """Replace the record. It need not survive a power cut."""
+    """Replace the record, but not that of a newer version. It need not survive a power cut."""
+    path = _path(root, node)
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):  # not there, or not readable
+        if _is_newer(json.loads(path.read_bytes()), path):
+            return
     content = {"version": VERSION, "attempts": [asdict(attempt) for attempt in attempts[-_MAX_ATTEMPTS:]]}
-    disk.replace_file(_path(root, node), json.dumps(content, indent=1).encode() + b"\n", flush_folder=False)
+    disk.replace_file(path, json.dumps(content, indent=1).encode() + b"\n", flush_folder=False)
+
+
+def with_recorded_ends(attempts: Sequence[AttemptRecord], recorded: Sequence[AttemptRecord]) -> list[AttemptRecord]:
+    """Return the attempts. One that was taken for lost is as its launcher recorded it, if that has recorded its end.
+
+    A launcher may start while its predecessor still saves: it finds an attempt without an end, and the end later.
+    """
+    ended = {attempt.key: attempt for attempt in recorded if attempt.cause not in (RunState.LOST, RunState.RUNNING)}
+    return [ended.get(attempt.key, attempt) if attempt.cause == RunState.LOST else attempt for attempt in attempts]
 
 
 def losses(attempts: Sequence[AttemptRecord], causes: Sequence[str], now: float) -> tuple[int, float]:
@@ -98,6 +119,25 @@ def losses(attempts: Sequence[AttemptRecord], causes: Sequence[str], now: float)
         max(0.0, (attempt.ended or now) - attempt.training) for attempt in attempts if attempt.training is not None
     )
     return count, training
+
+
+def _is_newer(content: Any, path: Path) -> bool:
+    version = content.get("version", VERSION)
+    if version > VERSION:
+        _log_newer(path, version)
+        return True
+    return False
+
+
+@functools.cache  # once in a process, which writes it every few seconds
+def _log_newer(path: Path, version: int) -> None:
+    log.warning(
+        "%s has version %s, and this Reprieve reads versions up to %d: it does not use earlier attempts, and records "
+        "none. Use the Reprieve that wrote it, or a newer one",
+        path,
+        version,
+        VERSION,
+    )
 
 
 def _path(root: Path, node: int) -> Path:

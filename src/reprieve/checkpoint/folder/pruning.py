@@ -42,6 +42,8 @@ class Pruner:
         """Steps to keep, whatever retention says."""
         self._space_checked = False
         """Whether the warning about little space was logged, or the space checked a second time."""
+        self._saving: int | None = None
+        """The step of the save that blocks training. It may be visible, and durable, before `newest` is this step."""
         self._save_waits = threading.Event()
         self._yielded = False
 
@@ -81,19 +83,25 @@ class Pruner:
             self.verified = None
 
     @contextlib.contextmanager
-    def giving_way(self) -> Iterator[None]:
-        """While inside, a save blocks training: a read-back yields to it."""
+    def giving_way(self, step: int) -> Iterator[None]:
+        """While inside, the save of this step blocks training: a read-back yields to it, and its checkpoint stays."""
+        self._saving = step
         self._save_waits.set()
         try:
             yield
         finally:
             self._save_waits.clear()
+            self._saving = None
 
     def prune(self, lease: FolderLease) -> None:
         """Remove what retention does not keep, once the newest checkpoint has been read back and verified."""
-        if (newest := self.newest) is None:
+        # A save that blocks training runs at the same time, and makes its checkpoint visible before it is `newest`. So
+        # the order matters: what is in the list is the step of one of the two by now, or older than they are.
+        checkpoints = list_checkpoints(self._root)
+        saving, newest = self._saving, self.newest
+        if newest is None:
             return
-        removable = self._retention.removable(list_checkpoints(self._root), lease.run, newest, self.pinned)
+        removable = self._retention.removable(checkpoints, lease.run, newest, {*self.pinned, saving})
         if (verified := self.verified) is not None:
             # Checkpoints older than the one that was read back last can go at once; that one itself stays for now.
             self._remove([checkpoint for checkpoint in removable if checkpoint.step < verified], lease)
@@ -114,6 +122,8 @@ class Pruner:
     def _remove(self, removable: Sequence[CheckpointInfo], lease: FolderLease) -> None:
         for checkpoint in removable:
             with lease.committing():
+                if checkpoint.step in (self._saving, self.newest):
+                    continue  # it was replaced since: this is a new one
                 hidden = hide_unless_read(self._disk, checkpoint.path)
             if hidden is None:
                 log.info("%s is being read: it is removed after the next save", checkpoint.path)

@@ -123,7 +123,7 @@ class Saver:
             job.stage()
             save.pending = self.background.write(partial(self._finish, job, target))
         else:
-            with self._pruner.giving_way():
+            with self._pruner.giving_way(request.step):
                 self._finish(job, target)
         save.blocked = timedelta(seconds=self._clock.monotonic() - start)
         if self._ranks.rank == 0 and not request.is_last:

@@ -20,7 +20,7 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
 EXIT_TIMEOUT_S = 1.0
-"""How long a worker may take to exit when it is asked to. An idle one takes milliseconds."""
+"""How long a worker may take to exit on request. An idle one takes milliseconds."""
 
 _tracked: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
 _parent_pid = 0

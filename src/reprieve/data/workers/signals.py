@@ -14,18 +14,19 @@ import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import signal
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.process import BaseProcess
+from types import ModuleType
 from typing import Any
 
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from reprieve.data.workers.processes import track_children
+from reprieve.import_hooks import call_when_imported
 
-_TORCHDATA = ("torchdata.stateful_dataloader.stateful_dataloader", "_StatefulMultiProcessingDataLoaderIter")
+_TORCHDATA = "torchdata.stateful_dataloader.stateful_dataloader"
 _PATCHED = "_reprieve_real_init"
 
 _signals: Counter[int] = Counter()
@@ -39,14 +40,19 @@ servers must not."""
 def shield(signals: Iterable[int]) -> None:
     """Let workers that start from now on ignore these signals."""
     _signals.update(signals)
-    _patch(_MultiProcessingDataLoaderIter)
-    if (module := sys.modules.get(_TORCHDATA[0])) is not None:
-        _patch(getattr(module, _TORCHDATA[1]))
+    if not hasattr(_MultiProcessingDataLoaderIter, _PATCHED):
+        _patch(_MultiProcessingDataLoaderIter)
+        call_when_imported({_TORCHDATA: f"{__name__}:patch_torchdata"})  # perhaps not before its first loader is made
 
 
 def unshield(signals: Iterable[int]) -> None:
     """Undo one call of `shield`."""
     _signals.subtract(signals)
+
+
+def patch_torchdata(module: ModuleType) -> None:
+    """Shield the workers of torchdata's loaders, too, once its module was imported."""
+    _patch(module._StatefulMultiProcessingDataLoaderIter)
 
 
 class _SignalIgnoringInit:
@@ -66,8 +72,6 @@ class _SignalIgnoringInit:
 
 def _patch(iterator_class: Any) -> None:
     """Patch a class whose instances start workers in `__init__`."""
-    if hasattr(iterator_class, _PATCHED):
-        return
     real = iterator_class.__init__
 
     @functools.wraps(real)

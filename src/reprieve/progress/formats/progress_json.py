@@ -40,7 +40,7 @@ def for_file(progress: Progress) -> dict[str, Any]:
         "loss": text(progress.loss, _LOSS_DIGITS),
         "learningRate": text(progress.learning_rate, _RATE_DIGITS),
         "percentComplete": _percent(progress.percent),
-        "estimatedTimeRemaining": _go_duration(remaining_seconds(progress)),
+        "estimatedTimeRemaining": go_duration(remaining_seconds(progress)),
         "lastUpdateTime": timestamp(progress.at),
         "state": progress.state,
         "reason": progress.reason,
@@ -68,7 +68,7 @@ def for_training_progress(progress: Progress) -> dict[str, Any]:
         "run": progress.run,
         "checkpointing": {
             **checkpointing(progress),
-            "lastSaveDuration": None if checkpoints.last_save_s is None else f"{checkpoints.last_save_s:.2f}s",
+            "lastSaveDuration": save_duration(progress),
             "availableCheckpoints": [
                 {
                     "path": each.path,
@@ -124,6 +124,12 @@ def checkpointing(progress: Progress) -> dict[str, Any]:
     }
 
 
+def save_duration(progress: Progress) -> str | None:
+    """Return how long the last save took: `12.41s`."""
+    seconds = progress.checkpoints.last_save_s
+    return None if seconds is None else f"{seconds:.2f}s"
+
+
 def percentage(progress: Progress) -> int | None:
     """Return the percentage, rounded down: only a finished run has 100."""
     return None if progress.percent is None else math.floor(progress.percent)
@@ -142,7 +148,7 @@ def _percent(percent: float | None) -> str | None:
     return None if percent is None else f"{math.floor(10 * percent + 1e-6) / 10:.1f}"
 
 
-def _go_duration(seconds: int | None) -> str | None:
+def go_duration(seconds: int | None) -> str | None:
     """Format for Go's ParseDuration, rounded up: `20s`, `45m`, `1h30m`."""
     if seconds is None or seconds < 60:
         return None if seconds is None else f"{seconds}s"

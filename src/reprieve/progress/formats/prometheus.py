@@ -54,26 +54,26 @@ def render(progress: Progress) -> bytes:
         ),
     ):
         if value is not None:
-            lines += _family(name, kind, text, {"": value})
-    states = {f'{{state="{state}"}}': float(state == progress.state) for state in STATES}
-    lines += _family("state", GAUGE, "1 for the current state of the run.", states)
+            lines += family(f"reprieve_{name}", kind, text, {"": value})
+    states = {labels(state=state): float(state == progress.state) for state in STATES}
+    lines += family("reprieve_state", GAUGE, "1 for the current state of the run.", states)
     for name, text, metrics in (
         ("train_metric", "Values that training logged, by name.", progress.train),
         ("eval_metric", "Values of the last evaluation, by name.", progress.evaluation),
     ):
         if metrics:
-            lines += _family(
-                name, GAUGE, text, {f'{{name="{_escaped(key)}"}}': value for key, value in metrics.items()}
+            lines += family(
+                f"reprieve_{name}", GAUGE, text, {labels(name=key): value for key, value in metrics.items()}
             )
     return ("\n".join(lines) + "\n").encode(errors="replace")
 
 
-def _family(name: str, kind: str, text: str, samples: Mapping[str, float]) -> list[str]:
-    name = f"reprieve_{name}"
+def family(name: str, kind: str, text: str, samples: Mapping[str, float]) -> list[str]:
+    """Return the lines of one metric. `samples`: by their labels."""
     return [
         f"# HELP {name} {text}",
         f"# TYPE {name} {kind}",
-        *(f"{name}{labels} {_number(value)}" for labels, value in samples.items()),
+        *(f"{name}{each} {_number(value)}" for each, value in samples.items()),
     ]
 
 
@@ -84,6 +84,11 @@ def _number(value: float) -> str:
     if math.isinf(value):
         return "+Inf" if value > 0 else "-Inf"
     return repr(value)
+
+
+def labels(**values: str) -> str:
+    """Return labels as a sample has them: `{namespace="team",trainjob="train"}`."""
+    return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in values.items()) + "}"
 
 
 def _escaped(label: str) -> str:

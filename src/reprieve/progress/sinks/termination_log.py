@@ -70,8 +70,10 @@ def add_message(text: str, state: RunState, step: int, env: Mapping[str, str] = 
 
 
 def _content(progress: Progress) -> dict[str, Any]:
-    """The metrics, and the step also by its name in the progress file."""
-    return {**progress_json.for_http(progress), "step": progress.step}
+    """The metrics, the step also by its name in the progress file, and how long the last save took."""
+    found = progress_json.for_http(progress)
+    found["checkpointing"]["lastSaveDuration"] = progress_json.save_duration(progress)
+    return {**found, "step": progress.step}
 
 
 def _progress_in(log: Path) -> dict[str, Any] | None:

@@ -89,7 +89,8 @@ def test_the_matrix(case: Case, tmp_path: Path) -> None:
                     time.sleep(0.7)
         assert running.wait() == [143] * case.ranks, f"interruption {number}"
         assert steps_seen(job) >= before
-    assert start(job, case.ranks).wait() == [0] * case.ranks
+    end = start if SOAK else Forked
+    assert end(job, case.ranks).wait() == [0] * case.ranks
     check_equal(job, case.ranks)
 
 

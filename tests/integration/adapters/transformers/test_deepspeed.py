@@ -90,10 +90,6 @@ def test_of_every_kind(job: HfJob, more: dict[str, Any], ranks: int) -> None:
     assert train_to_end(job, ranks) == undisturbed(job, ranks)
 
 
-share_stock = pytest.mark.xdist_group("deepspeed stock")
-"""The fixture takes longer than the tests: one worker runs them all."""
-
-
 @pytest.fixture(scope="module", params=[2, 3])
 def stock(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> HfJob:
     """A job that resumed from stock's own checkpoint of step 4. No fetch draws random numbers: stock is exact."""
@@ -105,7 +101,6 @@ def stock(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return job
 
 
-@share_stock
 def test_stock_resumes_from_reprieves_checkpoint(job: HfJob, stock: HfJob) -> None:
     job = replace(job, masking=False, zero=stock.zero)
     stopped(job, *told(4), ranks=2)
@@ -117,7 +112,6 @@ def test_stock_resumes_from_reprieves_checkpoint(job: HfJob, stock: HfJob) -> No
     assert after(job, 4) == after(stock, 4)
 
 
-@share_stock
 def test_deepspeeds_script_reads_reprieves_checkpoint(job: HfJob, stock: HfJob, tmp_path: Path) -> None:
     """The script that DeepSpeed puts into each checkpoint extracts all weights, also partitioned ones."""
     job = replace(job, masking=False, zero=stock.zero)
@@ -139,7 +133,6 @@ def _extract_weights(folder: str, weights: str) -> None:
     runpy.run_path("zero_to_fp32.py", run_name="__main__")
 
 
-@share_stock
 def test_goes_on_from_stock(job: HfJob, stock: HfJob) -> None:
     job = replace(job, masking=False, zero=stock.zero)
     shutil.copytree(stock.output / "checkpoint-4", job.output / "checkpoint-4")
@@ -147,7 +140,6 @@ def test_goes_on_from_stock(job: HfJob, stock: HfJob) -> None:
     assert after(job, 4) == after(stock, 4)
 
 
-@share_stock
 def test_a_torn_one_of_stock(stock: HfJob, tmp_path: Path) -> None:
     """It is detected, whichever file is missing."""
     whole = tmp_path / "checkpoint-4"
@@ -171,7 +163,6 @@ class _Runs:
         return print, ("it ran",)
 
 
-@share_stock
 def test_no_code_of_a_checkpoint_runs(stock: HfJob, tmp_path: Path) -> None:
     """Stock DeepSpeed would run the code."""
     folder = tmp_path / "checkpoint-4"

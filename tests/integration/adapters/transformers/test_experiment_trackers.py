@@ -21,8 +21,6 @@ from tests.support.jobs.hf_tracker_jobs import (
 )
 from tests.support.jobs.stop_scenario_jobs import told
 
-pytestmark = pytest.mark.xdist_group("experiment trackers")  # the fixture takes longer than the tests
-
 STEPS = list(range(1, 13))
 
 

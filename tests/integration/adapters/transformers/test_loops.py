@@ -133,6 +133,25 @@ def test_a_finished_job_goes_on_when_more_is_asked_for(job: HfJob) -> None:
     assert seen(job.folder)["end-0.json"]["steps"] == 45
 
 
+@pytest.mark.parametrize(
+    ("first", "more"),
+    [(6, {}), (15, {}), (3, {"gradient_accumulation_steps": 4}), (20, {"dataloader_num_workers": 2})],
+    ids=["mid-epoch", "end of an epoch", "accumulation", "second epoch"],
+)
+def test_more_steps_continue_in_the_epoch_that_the_last_one_left(job: HfJob, first: int, more: dict[str, Any]) -> None:
+    """The schedule does not depend on the number of steps. Callbacks have seen one more end of an epoch."""
+    job = job.but(lr_scheduler_type="constant", eval_strategy="no", save_strategy="no", **more)
+    train_to_end(job.but(max_steps=first))
+
+    def without_counts(training: dict[str, Any]) -> dict[str, Any]:
+        end = training["end-0.json"]
+        log = [{name: entry[name] for name in entry.keys() - {"counted"}} for entry in end["log"]]
+        return {**training, "end-0.json": {**end, "log": log}}
+
+    more_steps = job.but(max_steps=22)
+    assert without_counts(train_to_end(more_steps)) == without_counts(undisturbed(more_steps))
+
+
 @pytest.mark.parametrize("nth", [4, 34])
 def test_two_trainings_in_a_script(job: HfJob, nth: int) -> None:
     """30 steps each; the second continues with the model of the first, and resumes from its own checkpoints."""
@@ -270,9 +289,12 @@ def test_a_callback_that_asks_for_the_data(job: HfJob) -> None:
     _exact(job, ("forward", 5), ("forward", 14))
 
 
-@pytest.mark.parametrize("arguments", [{"bf16": True}, {"torch_compile_backend": "aot_eager"}], ids=str)
-def test_other_arithmetic(job: HfJob, arguments: dict[str, Any]) -> None:
-    _exact(job.but(**arguments), ("forward", 5), ("prediction", 2))
+def test_bfloat16(job: HfJob) -> None:
+    _exact(job.but(bf16=True), ("forward", 5), ("prediction", 2))
+
+
+def test_a_compiled_model(job: HfJob) -> None:
+    _exact(job.but(torch_compile_backend="aot_eager"), ("forward", 5))
 
 
 def test_checkpoints_as_the_environment_says(job: HfJob) -> None:

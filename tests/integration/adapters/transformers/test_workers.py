@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from transformers import TrainerCallback
 
-from tests.support.hf_kit import stopped, train_to_end, undisturbed
+from tests.support.hf_kit import checkpoints, stopped, train_to_end, undisturbed
 from tests.support.jobs.hf_jobs import HfJob
 from tests.support.jobs.stop_scenario_jobs import told
 
@@ -52,6 +52,25 @@ def test_in_an_evaluation(tmp_path: Path, ranks: int, options: dict[str, Any]) -
     output = stopped(replace(job, callbacks=(SignalsWorkers(2, rank=ranks - 1, itself=True),)), ranks=ranks)
     assert "after SIGTERM" in output, "rank 0 names what stopped the other rank"
     assert train_to_end(job, ranks) == undisturbed(job, ranks)
+
+
+class Predicts(TrainerCallback):
+    """A user's callback that predicts in the middle of the training."""
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+
+    def on_step_end(self, args: Any, state: Any, *more: Any, **kwargs: Any) -> None:
+        if state.global_step == 5:
+            self.trainer.predict(self.trainer.eval_dataset)
+
+
+def test_in_a_prediction(tmp_path: Path) -> None:
+    """It is no boundary: it ends with all its workers, and then the run stops."""
+    job = replace(_job(tmp_path, eval_strategy="no"), callbacks=(Predicts(),))
+    stopped(replace(job, callbacks=(*job.callbacks, SignalsWorkers(2, rank=0, itself=True))))
+    assert checkpoints(job) == ["checkpoint-5"]
+    assert train_to_end(job) == undisturbed(job)
 
 
 def test_after_an_evaluation_whose_workers_stay(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,16 @@ def test_an_attempt_whose_launcher_was_killed_is_lost(root: Path, monkeypatch: p
     assert (current.ended, current.cause) == (None, RunState.RUNNING)
 
 
+def test_only_an_attempt_that_was_taken_for_lost_gets_another_end() -> None:
+    lost = replace(RECORD, ended=140.0, cause=RunState.LOST, to_step=10)
+    failed = replace(RECORD, launched=90.0, cause=RunState.FAILED)
+    running = AttemptRecord(200.0, launcher="/tmp/reprieve-b/launcher")
+    recorded = [replace(failed, cause=RunState.PREEMPTED), RECORD, replace(running, cause=RunState.LOST)]
+    assert attempts.with_recorded_ends([failed, lost, running], recorded) == [failed, RECORD, running]
+    assert attempts.with_recorded_ends([lost], [replace(lost, to_step=9)]) == [lost], "no end is recorded"
+    assert attempts.with_recorded_ends([lost], [replace(RECORD, launched=1.0)]) == [lost], "another attempt"
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"attempts": 3}', '{"attempts": [3]}', '{"attempts": [{}]}'])
 def test_an_unreadable_record_is_logged_and_not_used(
     root: Path, content: str, caplog: pytest.LogCaptureFixture
@@ -68,10 +79,17 @@ def test_an_unreadable_record_is_logged_and_not_used(
     assert "is not readable" in caplog.text
 
 
-def test_a_newer_version_is_not_used_and_unknown_fields_are_ignored(root: Path) -> None:
+def test_a_newer_version_is_not_used_and_unknown_fields_are_ignored(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = root / ".reprieve/attempts-0.json"
-    path.write_text('{"version": 2, "attempts": [{"launched": 1.0}]}')
+    newer = '{"version": 2, "attempts": [{"launched": 1.0}]}'
+    path.write_text(newer)
     assert attempts.read(root) == []
+    write(root, RECORD)
+    assert path.read_text() == newer, "it stays as it is"
+    [record] = caplog.records
+    assert "attempts-0.json has version 2, and this Reprieve reads versions up to 1" in record.getMessage()
     path.write_text('{"version": 1, "attempts": [{"launched": 1.0, "ended": 2.0, "colour": "red"}]}')
     assert attempts.read(root) == [AttemptRecord(1.0, ended=2.0)]
 

@@ -114,6 +114,19 @@ def test_on_another_machine_a_heartbeat_that_moves_is_life(tmp_path: Path, clock
     held_lease.release()
 
 
+def test_a_heartbeat_that_moves_is_seen_where_stat_answers_from_a_cache(
+    tmp_path: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS, for up to a minute. Opening a file asks the server."""
+    leave_record(tmp_path)
+    record = tmp_path / ".reprieve/owner.json"
+    stat, cached = os.stat, os.stat(record)
+    monkeypatch.setattr(os, "stat", lambda path, **options: cached if path == record else stat(path, **options))
+    clock.on_sleep = lambda: os.utime(record, (clock.now, clock.now // 5 * 5))
+    with pytest.raises(FolderInUse, match="process 1 on elsewhere"):
+        take(tmp_path, "another", clock=clock)
+
+
 def test_on_another_machine_silence_is_death(tmp_path: Path, clock: FakeClock) -> None:
     leave_record(tmp_path)
     held_lease = take(tmp_path, "another", clock=clock)

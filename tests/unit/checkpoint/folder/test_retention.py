@@ -106,6 +106,32 @@ def test_a_run_keeps_what_it_should(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".check")) == []
 
 
+@pytest.mark.parametrize("rules", [{"keep": 1}, {"keep": 2, "pinned": 1}], ids=str)
+def test_a_checkpoint_stays_that_appears_while_the_one_before_it_is_pruned(
+    rules: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save that blocks training is visible for a moment before retention knows that it is the newest. If another
+    thread prunes in this moment, it finds a checkpoint too many."""
+    model = small_model()
+    with Checkpointer(tmp_path, keep=rules["keep"], model=model) as checkpointer:
+        checkpointer.pin(rules.get("pinned"))
+        for step in (1, 2, 3):
+            checkpointer.save(step)
+            checkpointer.wait()
+        saved = Pruner.saved
+
+        def prune_first(pruner: Pruner, step: int | None) -> None:
+            checkpointer._saver.background.run_now(checkpointer._saver._prune)
+            assert (tmp_path / "checkpoint-4").exists()
+            saved(pruner, step)
+
+        monkeypatch.setattr(Pruner, "saved", prune_first)
+        checkpointer.save(4)
+        assert checkpointer.checkpoints()[0].step == 4
+        monkeypatch.setattr(Pruner, "saved", saved)
+    assert list_checkpoints(tmp_path)[0].step == 4
+
+
 def test_saves_without_a_pause_do_not_keep_retention_from_running(tmp_path: Path) -> None:
     """A read-back yields to a save that blocks training, but not to the next one as well."""
     with Checkpointer(tmp_path, model=nn.Linear(512, 512), keep=None) as checkpointer:
@@ -113,7 +139,7 @@ def test_saves_without_a_pause_do_not_keep_retention_from_running(tmp_path: Path
             checkpointer.save(step)
         pruner = Pruner(Disk(), tmp_path, Retention(keep=1))
         pruner.newest = 3
-        with pruner.giving_way():
+        with pruner.giving_way(9):
             for remaining in ([3, 2, 1], [3]):
                 pruner.prune(checkpointer._lease)  # type: ignore[arg-type]
                 assert steps(tmp_path) == remaining

@@ -178,12 +178,14 @@ def test_more_records_than_a_zip_without_zip64_can_count(tmp_path: Path) -> None
         assert file.file.read(*file.range("data/65999")) == bits(torch.tensor(65_999))
 
 
-def test_100_000_tiny_tensors_within_5_seconds_of_processor_time(tmp_path: Path) -> None:
+def test_100_000_tiny_tensors_in_about_the_time_of_torch_save(tmp_path: Path) -> None:
     """CPU time, not wall time: another test may run beside this one, and disks differ."""
     tree = {number: torch.ones(2) for number in range(100_000)}
     start = time.process_time()
     path = write_tree(tmp_path, tree)
-    assert time.process_time() - start < 5
+    ours = time.process_time()
+    torch.save(tree, tmp_path / "stock.pt")
+    assert ours - start < 2 * (time.process_time() - ours)
     assert path.stat().st_size < 30_000_000
 
 

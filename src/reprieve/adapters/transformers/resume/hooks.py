@@ -128,7 +128,13 @@ class TrainerResume:
         epochs, steps_in_epoch, *rest, batches_in_epoch, max_steps = original(*args, **kwargs)
         if self.saved is not None:
             self._position = resume_position.count_remaining_steps(
-                resume_position.find_position(self.saved, self._trainer, loader, batches_in_epoch),
+                resume_position.find_position(
+                    self.saved,
+                    self._trainer,
+                    loader,
+                    batches_in_epoch,
+                    more_steps=self.saved.max_steps <= self._restored_step < max_steps,
+                ),
                 self._trainer,
                 step=self._restored_step,
                 steps_in_epoch=steps_in_epoch,

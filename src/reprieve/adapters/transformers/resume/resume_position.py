@@ -60,13 +60,18 @@ class ResumePosition:
 
 
 def find_position(
-    saved: TrainerState, trainer: Any, loader: ResumableDataLoader, batches_in_epoch: int
+    saved: TrainerState, trainer: Any, loader: ResumableDataLoader, batches_in_epoch: int, *, more_steps: bool = False
 ) -> ResumePosition:
-    """Convert the saved position into batches of this process."""
+    """Convert the saved position into batches of this process.
+
+    `more_steps`: training was complete, and more steps are requested now.
+    """
     before, now = StepSize.saved_in(saved), StepSize.of(trainer)
+    # The last step ended its epoch for the trainer, wherever that was in the data.
+    was_left = saved.epoch_ended and more_steps
     found = ResumePosition(
         epoch=saved.epoch,
-        epoch_ended=saved.epoch_ended,
+        epoch_ended=saved.epoch_ended and not was_left,
         data_position=PassPosition.from_state(saved.data_position),
         loader_state=saved.loader_state,
         ddp_buckets=saved.ddp_buckets,
@@ -82,6 +87,9 @@ def find_position(
     if is_redistributed and not is_over:
         epoch_batches = loader.length(position.to_state())
         is_over = epoch_batches is not None and epoch_batches <= position.consumed
+    elif was_left and has_length(loader):
+        is_over = is_over or batches_in_epoch <= position.consumed
+    found = replace(found, epoch_ended=is_over if was_left else found.epoch_ended)
     if is_over and (found.step_size_changed or is_redistributed) and has_length(loader):
         return replace(found, data_position=replace(position, consumed=batches_in_epoch, ended=True))
     return replace(found, epoch_batches=epoch_batches)
