@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo picture lint format test test-fast test-torch test-transformers test-datasets bench soak clean
-.PHONY: cluster-build cluster-up cluster-down test-cluster test-cluster-full test-ray
+.PHONY: cluster-build cluster-up cluster-down test-cluster test-cluster-full test-ray test-ray-jobs screenshots install-yaml
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/' | expand -t 26
@@ -47,10 +47,11 @@ format: $(READY)  ## Put the code into its usual form
 	$(BIN)/ruff check --fix .
 
 # One thread in each process: ranks of a test share the cores, as under torchrun, and threads that spin for them are slow.
-# Three workers on two cores: a quarter of the time of the tests is waiting, for saves, signals and timeouts.
+# More workers than cores: a quarter of the time of the tests is waiting, for saves, signals and timeouts. Two of them
+# run the tests that fork trainers (tests/integration/conftest.py).
 PYTEST := -m pytest -n 3 --dist loadgroup
 test: $(READY)  ## All tests: unit, integration, power cuts (minutes)
-	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST)
+	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -n 4 --durations 20
 
 test-fast: $(READY)  ## The unit tests without the slow ones: less than 2 minutes
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m 'not slow' tests/unit
@@ -72,7 +73,7 @@ test-transformers: $(READY)  ## The adapter's tests with another version of tran
 	@grep -vE '^(transformers|accelerate|datasets|huggingface[_-]hub|hf-xet|peft|tokenizers|trl|typer)==' constraints.txt > $(OTHER)/constraints.txt
 	@echo 'transformers==$(VERSION)' >> $(OTHER)/constraints.txt
 	@VIRTUAL_ENV=$(OTHER) $(BIN)/uv pip install --constraint $(OTHER)/constraints.txt --editable '.[dev]'
-	OMP_NUM_THREADS=1 $(OTHER)/bin/python $(PYTEST) tests/integration/adapters/transformers
+	OMP_NUM_THREADS=1 $(OTHER)/bin/python $(PYTEST) --dist loadfile tests/integration/adapters/transformers
 
 DATASETS = .venv-datasets-$(VERSION)
 test-datasets: $(READY)  ## The tests of streams with another version of datasets: VERSION=4.0.0
@@ -102,19 +103,36 @@ test-cluster-full: $(READY)  ## The same, those that need Kueue, and those that 
 	@test -n "$$REPRIEVE_TEST_KUBECONFIG" || $(RIG) build --full
 	$(BIN)/python -m pytest tests/cluster
 
+screenshots: $(READY)  ## Run a job on the test cluster and draw what kubectl says of it: docs/images/kubectl-*.svg
+	@$(RIG) build
+	$(BIN)/python -m tests.cluster.screenshots
+
+# A test compares the file with what the chart renders, and writes it anew where it may.
+install-yaml: $(READY)  ## Render deploy/install.yaml from the chart
+	@$(RIG) build
+	REPRIEVE_UPDATE_GOLDEN=1 $(BIN)/python -m pytest -q tests/cluster/test_chart.py -k install_yaml
+
 # Four tests at a time, also on two cores: half of the time of a run on Ray is waiting for its processes.
 RAY_VENV = .venv-ray-$(VERSION)
 test-ray: $(READY)  ## The tests on a real Ray; with another version of it: VERSION=2.58.0
 	@test -z "$(VERSION)" || test -x $(RAY_VENV)/bin/python || $(PYTHON) -m venv $(RAY_VENV)
 	@test -z "$(VERSION)" || grep -vE '^ray==' constraints.txt > $(RAY_VENV)/constraints.txt
 	@test -z "$(VERSION)" || VIRTUAL_ENV=$(RAY_VENV) $(BIN)/uv pip install --constraint $(RAY_VENV)/constraints.txt --editable '.[dev]' 'ray[train]==$(VERSION)'
-	$(if $(VERSION),$(RAY_VENV),$(VENV))/bin/python -m pytest -n 4 --dist worksteal tests/ray_train
+	$(if $(VERSION),$(RAY_VENV),$(VENV))/bin/python -m pytest -n 4 --dist worksteal -m 'not soak' tests/ray_train
+
+RAY_JOBS = .venv-ray-jobs
+test-ray-jobs: $(READY)  ## The tests of `ray job stop`, which needs more of Ray: its dashboard
+	@test -x $(RAY_JOBS)/bin/python || $(PYTHON) -m venv $(RAY_JOBS)
+	@VIRTUAL_ENV=$(RAY_JOBS) $(BIN)/uv pip install --constraint constraints.txt --editable '.[dev]' 'ray[default]'
+	REPRIEVE_TEST_RAY_JOBS=1 $(RAY_JOBS)/bin/python -m pytest tests/ray_train/test_jobs.py
 
 bench: $(READY)  ## The figures of the README, as a table and in benchmarks/results.json
 	$(BIN)/python -m benchmarks
 
 soak: $(READY)  ## The long versions of the randomised tests (hours)
 	OMP_NUM_THREADS=1 REPRIEVE_SOAK=1 $(BIN)/python $(PYTEST) --timeout 86400 -m soak
+	REPRIEVE_SOAK=1 $(BIN)/python -m pytest -n 4 --dist worksteal -m soak tests/ray_train
+	$(MAKE) test-ray-jobs
 
 clean:  ## Remove the environment and caches
 	rm -rf $(VENV) .venv-torch-* .venv-transformers-* .venv-datasets-* .venv-ray-* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
