@@ -7,6 +7,8 @@ python -m benchmarks --only stop                  SIGTERM, and what a step costs
 python -m benchmarks --only launch                what the launcher costs, and how soon a resumed run trains
 python -m benchmarks --only hf                    what a step of a protected transformers.Trainer costs
 python -m benchmarks --only ray                   stops of a run on Ray, with Reprieve and without: about 3 minutes
+python -m benchmarks --only admission             how long the webhook takes to answer for a TrainJob
+python -m benchmarks --only operator              a thousand TrainJobs on the test cluster (Linux, root): 8 minutes
 """
 
 from __future__ import annotations
@@ -20,7 +22,20 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks import common_step, dcp, disk, engine, hf_hooks, launch, peers, ranks, ray_train, results, stop
+from benchmarks import (
+    admission,
+    common_step,
+    dcp,
+    disk,
+    engine,
+    hf_hooks,
+    launch,
+    peers,
+    ranks,
+    ray_train,
+    results,
+    stop,
+)
 from benchmarks.measure import Job, Times, can_drop_caches, measure
 from benchmarks.memory import OURS, extra_mib
 from benchmarks.state import TrainingState, shape_of
@@ -150,7 +165,31 @@ def _ray(folder: Path, _options: argparse.Namespace) -> dict[str, float]:
     return found
 
 
-PARTS = {"ranks": _ranks, "dcp": _dcp, "step": _step, "stop": _stop, "launch": _launch, "hf": _hf, "ray": _ray}
+def _operator(_folder: Path, _options: argparse.Namespace) -> dict[str, float]:
+    from benchmarks import operator  # needs the test cluster
+
+    found = operator.figures()
+    operator.show(found)
+    return found
+
+
+def _admission(_folder: Path, _options: argparse.Namespace) -> dict[str, float]:
+    found = admission.figures()
+    admission.show(found)
+    return found
+
+
+PARTS = {
+    "ranks": _ranks,
+    "dcp": _dcp,
+    "step": _step,
+    "stop": _stop,
+    "launch": _launch,
+    "hf": _hf,
+    "ray": _ray,
+    "admission": _admission,
+    "operator": _operator,
+}
 """The figures that are measured in separate processes."""
 
 

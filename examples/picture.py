@@ -27,8 +27,9 @@ def main() -> int:
     return exit_code
 
 
-def drawing(console: Console) -> str:
-    svg = console.export_svg(title="make demo", unique_id="demo")
+def drawing(console: Console, title: str = "make demo") -> str:
+    """Return what the console has recorded as a terminal window."""
+    svg = console.export_svg(title=title, unique_id="demo")
     # A picture in a README loads no fonts from elsewhere: the viewer's own monospaced font does.
     return re.sub(r"\s*@font-face \{.*?\n    \}", "", svg, flags=re.DOTALL)
 
