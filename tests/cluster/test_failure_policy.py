@@ -10,7 +10,6 @@ import itertools
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -211,7 +210,6 @@ class Jobs:
             return bool(found) and started.exists()
 
         self.pods.wait_for(is_waiting, f"{name} runs", timeout_s=WITHIN_S)
-        time.sleep(0.3)  # from its first line until it waits for SIGTERM
         return found[0]
 
     def starts(self, name: str, node: int) -> int:

@@ -22,6 +22,8 @@ from pathlib import Path
 
 
 def main(folder: Path, plan: list[list[dict[str, object]]]) -> None:
+    # Before its start is counted: a SIGTERM right after that waits for it. PID 1 would never get it without a handler.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     node = int(os.environ.get("PET_NODE_RANK") or 0)
     starts = folder / f"starts-{node}"
     with starts.open("a") as file:
@@ -47,7 +49,6 @@ def behave(step: dict[str, object], is_started_again: Callable[[], bool]) -> Non
     if code is None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(600)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     signal.sigwait({signal.SIGTERM})
     while "for_next" in step and not is_started_again():
         time.sleep(0.1)

@@ -196,7 +196,7 @@ def test_a_rank_that_takes_long_to_save(job: Job) -> None:
 def test_a_signal_while_other_ranks_are_not_there_yet(job: Job) -> None:
     """Rank 0 hears it in its Run, which waits for rank 1. Both train nothing, and leave together."""
     job = replace(job, kind="ddp")
-    results = run_ranks(2, train, job, faults=[pause(1, "set-up", 1.5), terminate(0, "before own")])
+    results = run_ranks(2, train, job, faults=[pause(1, "before own", 2), terminate(0, "before own")])
     for result in results:
         _stopped(result, "stop requested: ", "nothing to save")
     assert checkpoints(job) == []
