@@ -106,7 +106,7 @@ class ProcessExit:
         self._end(code)
 
     def _at_exit(self) -> None:
-        if self._code is not None:
+        if self._code is not None and self.host is None:
             self._end(self._code)
 
     def _end(self, code: int) -> None:

@@ -18,6 +18,7 @@ from reprieve.adapters.ray.config import JITCheckpointConfig, ResolvedConfig, re
 from reprieve.adapters.ray.controller import RunController
 from reprieve.adapters.ray.messages import StoreAddress
 from reprieve.adapters.ray.node_check import check_nodes
+from reprieve.session.startup_errors import reporting_startup_errors
 
 
 class JITCheckpointCallback(
@@ -30,7 +31,8 @@ class JITCheckpointCallback(
 
     def __init__(self, config: JITCheckpointConfig | None = None) -> None:
         self.run_id = uuid.uuid4().hex
-        self.config: ResolvedConfig = resolve_config(config or JITCheckpointConfig(enabled=True))
+        with reporting_startup_errors():
+            self.config: ResolvedConfig = resolve_config(config or JITCheckpointConfig(enabled=True))
         self._address: StoreAddress | None = None
         self._generation = 0
         self._controller: RunController | None = None

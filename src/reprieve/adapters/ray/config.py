@@ -19,6 +19,7 @@ from reprieve.adapters.ray.internals import check_version
 from reprieve.errors import ConfigError
 from reprieve.preemption.deadline import Grace, resolve_grace_period
 from reprieve.preemption.stop_listener import signal_number
+from reprieve.session.startup_errors import reporting_startup_errors
 from reprieve.settings import resolve
 
 _OF_ONE_PROCESS = {"REPRIEVE_RESTARTS", "REPRIEVE_HANG", "REPRIEVE_GRACE", "REPRIEVE_KILL_WAIT"}
@@ -39,12 +40,17 @@ class JITCheckpointConfig:
     """The signals that stop a worker or the driver."""
 
     def __post_init__(self) -> None:
-        check_version()
+        with reporting_startup_errors():
+            check_version()
+            self._check()
+
+    def _check(self) -> None:
         wait = self.kill_wait
         if isinstance(wait, bool) or not isinstance(wait, int | float) or not math.isfinite(wait) or wait < 0:
             raise ConfigError(f"kill_wait={wait!r}: write a number of seconds, 0 or more")
-        if isinstance(self.signals, str):
-            raise ConfigError(f"signals={self.signals!r}: write ({self.signals!r},)")
+        if not isinstance(self.signals, tuple | list):
+            name = self.signals if isinstance(self.signals, str) else "SIGTERM"
+            raise ConfigError(f"signals={self.signals!r}: write ({name!r},)")
         for name in self.signals:
             signal_number(name)
         grace = resolve_grace_period(self.grace)

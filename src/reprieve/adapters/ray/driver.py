@@ -37,6 +37,7 @@ from reprieve.preemption.process_exit import Preempted, process_exit
 from reprieve.preemption.stop_listener import StopListener
 from reprieve.ranks.store import Store, prefixed
 from reprieve.ranks.torch_store import TorchStore
+from reprieve.session.startup_errors import reporting_startup_errors
 
 if TYPE_CHECKING:
     from reprieve.adapters.ray.callback import JITCheckpointCallback
@@ -84,7 +85,8 @@ def wrap_fit() -> None:
         callbacks = [each for each in trainer.run_config.callbacks if isinstance(each, JITCheckpointCallback)]
         if not callbacks:
             return original(trainer)
-        _check(trainer)
+        with reporting_startup_errors():
+            _check(trainer)
         if not ray.is_initialized():
             ray.init()  # as `fit()` does; later, it would replace our signal handler
         with DriverGuard(callbacks[0], _folder(trainer)):
@@ -165,8 +167,9 @@ class DriverGuard:
             raise Preempted(reason, step=error.saved_step, saved=error.saved_step is not None) from None
         if error is None:
             self._reports.finished()
-        if isinstance(error, internals.ControllerError) and is_permanent(error.controller_failure):
-            raise error.controller_failure from error  # no restart helps: exit code 42
+        if error is not None and is_permanent(cause := internals.cause_of(error)):
+            with reporting_startup_errors():
+                raise cause from error  # no restart helps: exit code 42
 
     def close(self) -> None:
         """Watch no more: `fit()` has ended."""

@@ -20,6 +20,7 @@ import ray.train
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
 from reprieve.errors import ConfigError
+from reprieve.session.startup_errors import reporting_startup_errors
 
 OLDEST, NEWEST = (2, 58), (2, 60)
 """The first and the last minor version of Ray that has all names below. The tests run on the last (`make test-ray`)."""
@@ -49,7 +50,8 @@ def _text(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
 
 
-check_version()
+with reporting_startup_errors():
+    check_version()
 
 from ray.train.v2._internal.constants import (  # noqa: E402 - only in versions that were tested
     CHECKPOINT_MANAGER_SNAPSHOT_FILENAME,

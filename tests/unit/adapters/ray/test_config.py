@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,9 +79,10 @@ def test_other_bad_values_are_refused(options: dict[str, Any], message: str) -> 
         JITCheckpointConfig(enabled=True, **options)
 
 
-def test_signals_that_are_one_text_are_refused_as_a_whole() -> None:
-    with pytest.raises(ConfigError, match=r"signals='SIGTERM': write \('SIGTERM',\)"):
-        JITCheckpointConfig(signals="SIGTERM")  # type: ignore[arg-type]
+@pytest.mark.parametrize("signals", ["SIGTERM", None, 15], ids=str)
+def test_signals_that_are_no_list_are_refused_as_a_whole(signals: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"signals={signals!r}: write \('SIGTERM',\)"):
+        JITCheckpointConfig(signals=signals)
 
 
 # What travels
@@ -157,3 +162,25 @@ def test_protect_adds_the_callback_to_a_plain_run_config() -> None:
     protect(trainer)
     (callback,) = callbacks(trainer.run_config)
     assert callback.config.kill_wait_s == 3.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "variables"),
+    [
+        (
+            "from reprieve.ray import JITCheckpointConfig, RunConfig\n"
+            "RunConfig(jit_checkpoint_config=JITCheckpointConfig(enabled=True))",
+            {"CHECKPOINT_URI": "relative"},
+        ),
+        ("import reprieve.ray", {"RAY_TRAIN_V2_ENABLED": "0"}),
+    ],
+    ids=["a relative folder", "Train V1"],
+)
+def test_a_bad_setting_is_a_permanent_failure(code: str, variables: dict[str, str], tmp_path: Path) -> None:
+    log = tmp_path / "exit-message"
+    log.touch()
+    env = {**os.environ, "REPRIEVE_TERMINATION_LOG": str(log), **variables}
+    ended = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert ended.returncode == 42, ended.stderr
+    assert "ConfigError" in json.loads(log.read_text())["message"], log.read_text()

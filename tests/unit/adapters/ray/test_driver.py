@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import ray
 import ray.train
+from ray.train import WorkerGroupError
 
 from reprieve.adapters.ray import driver, internals
 from reprieve.adapters.ray.callback import JITCheckpointCallback
@@ -109,6 +110,13 @@ def test_a_run_outside_the_main_thread_is_warned_of(
     thread.start()
     thread.join()
     assert "fit() runs outside the main thread: SIGTERM stops workers, but not this driver" in caplog.text
+
+
+def test_a_permanent_failure_of_a_worker_ends_the_driver_with_it(quiet: None, tmp_path: Path) -> None:
+    """Its exit code is 42 then: no restart helps."""
+    guard = DriverGuard(JITCheckpointCallback(JITCheckpointConfig(enabled=True)), str(tmp_path))
+    with pytest.raises(ConfigError, match="is relative"), guard:
+        raise WorkerGroupError("a worker failed", {1: ConfigError("'checkpoints' is relative")})
 
 
 def in_worker(monkeypatch: pytest.MonkeyPatch, folder: Path | None) -> None:
