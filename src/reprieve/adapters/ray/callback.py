@@ -44,6 +44,10 @@ class JITCheckpointCallback(
 
             self._protects = watch_running_fit(self)
 
+    def begin_run(self) -> None:
+        """A `RunConfig` may be used for several `fit()`s. What is left of the one before must not be taken for this."""
+        self.run_id = uuid.uuid4().hex
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_controller": None}
 

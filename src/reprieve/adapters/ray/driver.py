@@ -87,6 +87,7 @@ def wrap_fit() -> None:
             return original(trainer)
         with reporting_startup_errors():
             _check(trainer)
+        callbacks[0].begin_run()
         if not ray.is_initialized():
             ray.init()  # as `fit()` does; later, it would replace our signal handler
         with DriverGuard(callbacks[0], _folder(trainer)):

@@ -99,6 +99,17 @@ def test_a_fit_that_is_watched_gets_no_second_guard(tmp_path: Path, monkeypatch:
     assert fit.protected == [False, True]
 
 
+@pytest.mark.usefixtures("quiet")
+def test_each_fit_with_a_run_config_is_a_run_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The address that the controller of the first has published leads nowhere."""
+    fit, protected = Fit(monkeypatch), driver.protect(trainer(name="run", storage_path=str(tmp_path)))
+    runs = []
+    for _ in range(2):
+        fit(protected)
+        runs.append(protected.run_config.callbacks[0].run_id)
+    assert runs[0] != runs[1]
+
+
 def test_a_run_outside_the_main_thread_is_warned_of(
     quiet: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
