@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 
 from reprieve.errors import ReprieveError
 from reprieve.storage.uri import display_path, local_path
@@ -41,10 +42,15 @@ def find_next_start(checkpoints: str) -> NextStart | None:
             valid = [checkpoint for checkpoint in checkpoints_there if checkpoint.problem is None]
             if valid:
                 found.append(NextStart(display_path(folder), valid[0].path.name, valid[0].step))
-            elif not checkpoints_there:
+            elif not checkpoints_there and not _is_of_ray(folder):
                 found.append(NextStart(display_path(folder)))
 
     thread = threading.Thread(target=search, name="reprieve next start", daemon=True)
     thread.start()
     thread.join(_TIMEOUT_S)
     return found[0] if found else None
+
+
+def _is_of_ray(folder: Path) -> bool:
+    """Whether this is Ray Train's folder of a run: it has Ray's checkpoints, or ours in a folder of its own."""
+    return (folder / "reprieve").is_dir() or any(folder.glob("checkpoint_*"))
