@@ -164,9 +164,18 @@ class RayLab:
         return sorted(set(map(int, found)))
 
     def failures_counted(self) -> int:
-        """How often Ray counted a failure of a worker: the number in its last message about one."""
-        counts = re.findall(r"Source: worker group\n.*Error count: (\d+)", self.output())
-        return max(map(int, counts), default=0)
+        """How often Ray counted a failure of a worker: the number in its last message about one.
+
+        Lines of other processes may come between the lines of a message."""
+        sources: dict[str, str] = {}
+        counts = [0]
+        for line in self.output().splitlines():
+            process = line.partition(")")[0]
+            if source := re.search("Source: (.+)", line):
+                sources[process] = source[1].strip()
+            elif (count := re.search(r"Error count: (\d+)", line)) and sources.get(process) == "worker group":
+                counts.append(int(count[1]))
+        return max(counts)
 
     def undone(self, plan: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The disruptions that did not happen."""

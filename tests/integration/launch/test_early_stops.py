@@ -68,7 +68,7 @@ def test_sigterm_to_one_process_is_a_stop(lab: Lab, way: str, rank: int, moment:
         until(note.exists, launched)
         pid = int(note.read_text())
     os.kill(pid, signal.SIGTERM)
-    ended = launched.wait(30)
+    ended = launched.wait()
     assert ended.code == 143, str(ended)
     run = lab.only_run()
     assert (run["state"], run["restarts"], run["attempts"]) == ("preempted", 0, 1)
@@ -85,7 +85,7 @@ def test_helpers_of_datasets_may_die_of_the_stop(lab: Lab, moment: str) -> None:
     for pid in processes_with(str(lab.job)):
         if pid != launched.pid:
             os.kill(pid, signal.SIGTERM)
-    ended = launched.wait(30)
+    ended = launched.wait()
     assert ended.code == 143, str(ended)
     assert lab.only_run()["state"] == "preempted"
     assert lab.exit_message().startswith("stopped by SIGTERM")
@@ -98,7 +98,7 @@ def test_sigterm_to_torchrun_alone_is_a_stop(lab: Lab) -> None:
     rank = int((lab.job / "pid-1").read_text())
     parent = Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1]
     os.kill(int(parent), signal.SIGTERM)
-    ended = launched.wait(30)
+    ended = launched.wait()
     assert (ended.code, lab.only_run()["state"]) == (143, "preempted"), str(ended)
 
 
@@ -163,7 +163,7 @@ def test_any_other_signal_to_a_rank_is_a_failure(lab: Lab, number: int) -> None:
     launched = lab.start(words)
     until(lambda: all((lab.job / f"pid-{rank}").exists() for rank in range(2)), launched)
     os.kill(int((lab.job / "pid-1").read_text()), number)
-    ended = launched.wait(30)
+    ended = launched.wait()
     assert (ended.code, lab.only_run()["state"]) == (1, "failed"), str(ended)
 
 

@@ -62,7 +62,7 @@ class Container:
         os.kill(self.pid, signal.SIGTERM)
         ended = self.launched.wait(60)
         for process in self.entered:
-            process.wait(5)
+            process.wait(60)
         return ended
 
 

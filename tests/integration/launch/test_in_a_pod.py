@@ -92,7 +92,7 @@ def test_a_stop_while_the_predecessor_is_waited_for(lab: Lab, nodes: int) -> Non
         node = lab.start(job_of(lab, nodes, last, store.port), stderr=output)
         until(lambda: f"start of node {last} still takes part" in (lab.folder / "output").read_text(), node)
         node.terminate()
-        assert node.wait(10).code == 143
+        assert node.wait().code == 143
     assert lab.exit_message() == "stopped by SIGTERM before the next attempt"
 
 

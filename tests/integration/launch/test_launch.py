@@ -148,11 +148,7 @@ def test_as_the_first_process_of_a_namespace(lab: Lab) -> None:
     ours = descendants(launched.pid)
     [first] = [pid for pid in ours if _stat(pid)[1] == str(launched.pid)]
     assert len(ours) >= 3  # the launcher, the job, and what it has left behind
-    zombies = [
-        entry.name for entry in Path("/proc").iterdir()
-        if entry.name.isdigit() and _stat(int(entry.name))[:1] == ["Z"] and _stat(int(entry.name))[1] == str(first)
-    ]  # fmt: skip
-    assert not zombies
+    until(lambda: not _zombies(first), launched)
     os.kill(first, signal.SIGTERM)
     ended = launched.wait()
     assert ended.code == 143, str(ended)
@@ -208,6 +204,11 @@ def test_what_was_said_arrives_in_the_script(lab: Lab) -> None:
     assert ended.code == 0, str(ended)
     assert json.loads(ended.out) == [str(lab.folder / "my checkpoints"), 7, 2, "mine"]
     assert lab.only_run()["name"] == "mine"
+
+
+def _zombies(parent: int) -> list[int]:
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [pid for pid in pids if _stat(pid)[:2] == ["Z", str(parent)]]
 
 
 def _stat(pid: int) -> list[str]:

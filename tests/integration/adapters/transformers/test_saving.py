@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-import time
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -183,16 +183,11 @@ def test_a_stop_of_which_nobody_knows_the_deadline(job: HfJob, hub: Callable[...
 
 
 def test_a_stop_during_a_push(job: HfJob, hub: Callable[..., Hub]) -> None:
-    """The upload of the model is in progress, and that of the checkpoint is queued."""
-
-    def wait(paths: list[str]) -> None:
-        until = time.monotonic() + 30
-        while not (job.output / "checkpoint-5").exists() and time.monotonic() < until:
-            time.sleep(0.02)
-        time.sleep(0.3)  # until the process ends
-
-    there = hub(wait)
+    """The upload of the model is in progress until the process has ended, and that of the checkpoint is queued."""
+    ended = threading.Event()
+    there = hub(lambda paths: ended.wait(120))
     _run(job.but(**PUSHED), *told(5), code=143, fn=train_and_push, args=(there.url,))
+    ended.set()
     assert checkpoints(job) == ["checkpoint-3", "checkpoint-5"]
     assert len(there.begun) == 1
     assert "model.safetensors" in there.begun[0]
