@@ -44,7 +44,8 @@ _SHELL_VARIABLES = {
 
 
 def is_secret(name: str, value: str) -> bool:
-    return bool(_NAME.search(name) or VALUE.search(value))
+    has_secret_name = name not in _SHELL_VARIABLES and _NAME.search(name)
+    return bool(has_secret_name or VALUE.search(value))
 
 
 def storable(env: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:

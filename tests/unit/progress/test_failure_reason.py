@@ -29,6 +29,12 @@ def test_what_is_told_of_an_error(error: BaseException, told: str) -> None:
     assert reason(error, {}) == told
 
 
+def test_paths_below_the_working_directory_are_told() -> None:
+    """A shell sets this variable, and it is no password."""
+    error = StateMismatch("/workspace/checkpoints is in use")
+    assert reason(error, {"PWD": "/workspace"}) == "StateMismatch: /workspace/checkpoints is in use"
+
+
 def test_a_long_one_is_cut() -> None:
     told = reason(StateMismatch("layer.weight, " * 10_000), {})
     assert len(told) == MAX_LENGTH
