@@ -125,6 +125,8 @@ class Stopped(Message):
     step: int
     saved: bool
     """Whether this step is in a checkpoint."""
+    starts_over: bool = False
+    """The next start does not find that checkpoint by itself."""
     times: dict[str, float] = field(default_factory=dict)
     """When the stages of the stop were reached, by the monotonic clock: signal, agreed, durable, left."""
     fingerprints: dict[str, str] = field(default_factory=dict)

@@ -147,6 +147,11 @@ class JobStatus:
         return any(stopped.saved for stopped in self.stopped)
 
     @property
+    def starts_over(self) -> bool:
+        """Whether the next start does not find what was saved at the stop."""
+        return any(stopped.starts_over for stopped in self.stopped)
+
+    @property
     def done(self) -> float | None:
         return next((rank.done for rank in self.ranks.values() if rank.done is not None), None)
 

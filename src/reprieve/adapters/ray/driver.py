@@ -123,10 +123,15 @@ def _check(trainer: Any) -> None:
             "num_workers=0 runs the training function in the driver, where Ray has no worker to stop or restart. Use "
             "ScalingConfig(num_workers=1), or reprieve.Run without Ray"
         )
-    if _DEFAULT_NAME.match(trainer.run_config.name or ""):
+    if _has_no_name(trainer.run_config.name or ""):
         log.warning(
             "this run has no name: if its driver stops, the next one starts over. Use RunConfig(name=…, storage_path=…)"
         )
+
+
+def _has_no_name(name: str) -> bool:
+    """Whether Ray made this name, from the time of the start."""
+    return _DEFAULT_NAME.match(name) is not None
 
 
 class DriverGuard:
@@ -162,7 +167,7 @@ class DriverGuard:
         self.close()
         assert self._reports is not None
         if isinstance(error, DriverStopped):
-            self._reports.stopped(error.saved_step)
+            self._reports.stopped(error.saved_step, starts_over=_has_no_name(self._folder.rpartition("/")[2]))
             process_exit.schedule(_EXIT_S)
             reason = stop.reason if stop is not None else error.reason
             raise Preempted(reason, step=error.saved_step, saved=error.saved_step is not None) from None

@@ -40,13 +40,14 @@ class LauncherReports:
         self._stop_at = time.monotonic()
         self._reporter.send(launcher_protocol.Stopping(reason=reason, step=self._step))
 
-    def stopped(self, saved_step: int | None) -> None:
-        """`saved_step`: the last step, if it is saved."""
+    def stopped(self, saved_step: int | None, *, starts_over: bool) -> None:
+        """`saved_step`: the last step, if it is saved. `starts_over`: the next driver uses another folder."""
         self._ended.set()
         now = time.monotonic()
         times = {"signal": self._stop_at or now, "agreed": now, "durable": now, "left": now}
         step = self._step if saved_step is None else saved_step
-        self._reporter.send(launcher_protocol.Stopped(step=step, saved=saved_step is not None, times=times))
+        saved = saved_step is not None
+        self._reporter.send(launcher_protocol.Stopped(step=step, saved=saved, starts_over=starts_over, times=times))
 
     def finished(self) -> None:
         self._ended.set()

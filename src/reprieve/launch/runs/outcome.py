@@ -88,7 +88,8 @@ def _stopped(result: AttemptResult) -> Outcome:
         # Training is complete, but the script may have more to do: evaluate, predict, save the model.
         message += f" after training was finished, at step {status.step}. The next start runs the rest of the script"
     elif status.was_saved_at_stop:
-        message += f": saved at step {status.step}. The next start resumes from there"
+        next_start = "starts over, as the run has no name" if status.starts_over else "resumes from there"
+        message += f": saved at step {status.step}. The next start {next_start}"
     elif status.step and status.saved_step == status.step:
         message += f" at step {status.step}, which was saved already. The next start resumes from there"
     elif status.step > (status.saved_step or 0):

@@ -15,13 +15,16 @@ import ray
 import ray.train
 from ray.train import WorkerGroupError
 
+from reprieve import launcher_protocol
 from reprieve.adapters.ray import driver, internals
 from reprieve.adapters.ray.callback import JITCheckpointCallback
 from reprieve.adapters.ray.config import JITCheckpointConfig
+from reprieve.adapters.ray.controller import DriverStopped
 from reprieve.adapters.ray.driver import DriverGuard, _check
 from reprieve.adapters.ray.internals import WorkerContext
 from reprieve.adapters.ray.run import Run
 from reprieve.errors import ConfigError
+from reprieve.preemption.process_exit import Preempted
 from tests.support.places import ROOT
 
 
@@ -128,6 +131,20 @@ def test_a_permanent_failure_of_a_worker_ends_the_driver_with_it(quiet: None, tm
     guard = DriverGuard(JITCheckpointCallback(JITCheckpointConfig(enabled=True)), str(tmp_path))
     with pytest.raises(ConfigError, match="is relative"), guard:
         raise WorkerGroupError("a worker failed", {1: ConfigError("'checkpoints' is relative")})
+
+
+@pytest.mark.parametrize(("name", "starts_over"), [("run", False), ("ray_train_run-2026-11-18_10-12-01", True)])
+def test_the_launcher_learns_whether_the_next_driver_resumes(
+    quiet: None, monkeypatch: pytest.MonkeyPatch, name: str, starts_over: bool
+) -> None:
+    sent = []
+    monkeypatch.setattr(launcher_protocol.Reporter, "send", lambda reporter, message, **options: sent.append(message))
+    monkeypatch.setattr(driver.process_exit, "schedule", lambda seconds: None)
+    guard = DriverGuard(JITCheckpointCallback(JITCheckpointConfig(enabled=True)), f"/results/{name}")
+    with pytest.raises(Preempted), guard:
+        raise DriverStopped(RuntimeError("SIGTERM"), saved_step=7)
+    [stopped] = [message for message in sent if isinstance(message, launcher_protocol.Stopped)]
+    assert (stopped.step, stopped.saved, stopped.starts_over) == (7, True, starts_over)
 
 
 def in_worker(monkeypatch: pytest.MonkeyPatch, folder: Path | None) -> None:

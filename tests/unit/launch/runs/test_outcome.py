@@ -62,8 +62,8 @@ def saved(step: int) -> Report:
     return report(Saved(step=step, path="/c/x", bytes=1, began=49.0, took=1.0))
 
 
-def stopped(step: int, *, was_saved: bool) -> Report:
-    return report(Stopped(step=step, saved=was_saved, times={"agreed": 50.0}))
+def stopped(step: int, *, was_saved: bool, starts_over: bool = False) -> Report:
+    return report(Stopped(step=step, saved=was_saved, starts_over=starts_over, times={"agreed": 50.0}))
 
 
 # No stop request
@@ -176,6 +176,10 @@ def test_a_job_that_hung_is_tried_again() -> None:
     [
         ((STARTED, STEP_9, FINISHED_10), "after training was finished, at step 10"),
         ((STARTED, STEP_9, stopped(9, was_saved=True)), ": saved at step 9. The next start resumes from there"),
+        (
+            (STARTED, STEP_9, stopped(9, was_saved=True, starts_over=True)),
+            ": saved at step 9. The next start starts over, as the run has no name",
+        ),
         ((STARTED, STEP_9, saved(9), stopped(9, was_saved=False)), " at step 9, which was saved already."),
         ((RESUMED, stopped(7, was_saved=False)), " at step 7, which was saved already."),
         ((RESUMED,), " at step 7, which was saved already."),
