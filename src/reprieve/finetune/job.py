@@ -14,6 +14,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
+from reprieve.checkpoint.folder.catalog import list_checkpoints
 from reprieve.checkpoint.folder.lease import read_record as read_lease
 from reprieve.checkpoint.folder.paths import LEASE_FOLDER
 from reprieve.errors import ConfigError, RankFailed, RanksError, StoreLost, is_permanent, needing
@@ -27,7 +28,7 @@ from reprieve.finetune.environment import (
     print_once,
     use_writable_caches,
 )
-from reprieve.finetune.job_record import JobRecord, make_durable, read_record
+from reprieve.finetune.job_record import FILE, JobRecord, make_durable, read_record
 from reprieve.finetune.options import FinetuneOptions
 from reprieve.finetune.sources import DATASET, MODEL, HubId, check_model, find_source
 from reprieve.launch.messages import print_message
@@ -175,6 +176,7 @@ def _start_record(options: FinetuneOptions, settings: Settings, output: Path) ->
     earlier = read_record(output)
     if earlier is None or _starts_over(settings, output):
         return record
+    _check_sources(earlier, record, settings, output)
     trained = earlier.trained and earlier.trains_as(record) and (output / _ADAPTER).is_file()
     merged = earlier.merged and trained and (output / merge.FOLDER).is_dir()
     return replace(
@@ -184,6 +186,18 @@ def _start_record(options: FinetuneOptions, settings: Settings, output: Path) ->
         trained=trained,
         merged=merged,
         finished=earlier.finished and trained and (merged or not options.merge),
+    )
+
+
+def _check_sources(earlier: JobRecord, record: JobRecord, settings: Settings, output: Path) -> None:
+    """Raise ConfigError if a checkpoint of another model or of other data would be continued, or taken for finished."""
+    folder = run_folder(settings.checkpoints or output, settings.drill)
+    if (name := earlier.other_source(record)) is None or not list_checkpoints(folder):
+        return
+    raise ConfigError(
+        f"{display_path(output)} has checkpoints of --{name} {earlier.options.get(name)}, and not of "
+        f"{record.options.get(name)}: choose another --output_dir, or start over with reprieve run --fresh. If it has "
+        f"only moved, change its path in {display_path(output / FILE)}"
     )
 
 

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from reprieve.storage.disk import Disk
+from reprieve.storage.uri import local_path
 
 FILE = "finetune.json"
 VERSION = 1
+_SOURCES = ("model_name", "dataset_path", "dataset_config", "dataset_split")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +43,26 @@ class JobRecord:
     def sources(self) -> tuple[Any, Any]:
         return self.options.get("model_name"), self.options.get("dataset_path")
 
+    def other_source(self, other: JobRecord) -> str | None:
+        """Return the option by which the other job has another model or other data."""
+        for name in _SOURCES:
+            if _written_alike(self.options.get(name)) != _written_alike(other.options.get(name)):
+                return name
+        return None
+
     def trains_as(self, other: JobRecord) -> bool:
         """Whether the other job trains the same adapter."""
         return self.options | {"merge": None} == other.options | {"merge": None}
 
     def write(self, folder: Path) -> None:
         Disk().replace_file(folder / FILE, json.dumps(asdict(self), indent=1, sort_keys=True).encode() + b"\n")
+
+
+def _written_alike(source: str | None) -> str | None:
+    """Return a name or a path such that two spellings of one path are equal."""
+    if source is None or ("://" in source and not source.startswith("file:")):
+        return source
+    return str(local_path(source))
 
 
 def read_record(folder: Path) -> JobRecord | None:

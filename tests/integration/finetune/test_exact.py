@@ -86,6 +86,23 @@ def test_a_finished_job_does_not_train_again(tiny: Path, tmp_path: Path) -> None
     assert "'loss'" not in later.output, "merging later does not train"
 
 
+def test_another_model_or_other_data_do_not_continue_a_training(tiny: Path, tmp_path: Path) -> None:
+    """The result would be the adapter of the model and the data before, and called finished."""
+    job = FinetuneJob(str(tmp_path / "job"), str(tiny / "llama"), str(tiny / "chat.jsonl")).but(steps=2)
+    finish(job)
+    adapter = job.adapter()
+    for option, value in (("model_name", tiny / "qwen2"), ("dataset_path", tiny / "alpaca.csv")):
+        [result] = start(job.but(**{option: value}))
+        assert result.exit_code == 42, str(result)
+        assert f"has checkpoints of --{option} {tiny}" in result.output
+        assert f"and not of {value}: choose another --output_dir" in result.output
+    assert job.adapter() == adapter
+    finish(job.but(model_name=f"{tiny}/./llama/", dataset_path=f"file://{tiny}/chat.jsonl"))
+    assert job.adapter() == adapter, "the same, written in another way"
+    [result] = start(job.but(dataset_path=tiny / "alpaca.csv"), CHECKPOINT_RESUME="false", REPRIEVE_RUN="again")
+    assert result.ok and job.adapter() != adapter, str(result)
+
+
 def test_a_merged_model_of_an_earlier_training_is_replaced(tiny: Path, tmp_path: Path) -> None:
     job = FinetuneJob(str(tmp_path / "job"), str(tiny / "llama"), str(tiny / "chat.jsonl")).but(batch_size=16)
     finish(job.but(epochs=1, merge="yes"))
