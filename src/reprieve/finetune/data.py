@@ -28,6 +28,8 @@ _LOADERS = {"json": "json", "jsonl": "json", "ndjson": "json", "csv": "csv", "ts
 _TRAIN = "train"
 _SHOWN = 600
 """Characters of an error of `datasets`: a wrong configuration's lists those that there are."""
+_WITHOUT_ROWS = ("corresponds to no data", "BatchSize must be greater than 0", "list index out of range")
+"""What `datasets` raises for a text file, a Parquet file and a saved dataset without a row."""
 _SAMPLED = 200
 """How many samples are tokenized to report how many are too long."""
 
@@ -119,7 +121,7 @@ def _refusing(shown: str) -> Iterator[None]:
             names = re.search(r"available configs: \[(.*?)\]", reason)
             found = f": {names[1]}" if names else ""
             raise ConfigError(f"{shown} has several configurations{found}. Choose one with --dataset_config") from error
-        if "corresponds to no data" in reason:
+        if any(words in reason for words in _WITHOUT_ROWS):
             raise ConfigError(f"{shown} is empty: there is nothing to train with") from error
         raise ConfigError(f"{shown} cannot be read: {reason[:_SHOWN]}") from error
     finally:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from reprieve.finetune import merge
-from tests.support.finetune_kit import start
-from tests.support.jobs.finetune_jobs import FinetuneJob
+from tests.support.finetune_kit import run, start
+from tests.support.jobs.finetune_jobs import FinetuneJob, save_without_rows
 
 
 @pytest.fixture
@@ -102,6 +102,14 @@ def test_data_that_nothing_can_be_learned_from(
     job: FinetuneJob, tmp_path: Path, name: str, content: str, words: str
 ) -> None:
     refused(job.but(dataset_path=written(tmp_path, name, content)), words)
+
+
+def test_tables_without_a_row(job: FinetuneJob, tmp_path: Path) -> None:
+    [result] = run(save_without_rows, str(tmp_path))
+    assert result.ok, str(result)
+    for name in ("data.parquet", "saved"):
+        words = f"--dataset_path {tmp_path / name} is empty: there is nothing to train with"
+        refused(job.but(dataset_path=tmp_path / name), words)
 
 
 STRICT_TEMPLATE = (

@@ -65,6 +65,13 @@ def make_inputs(folder: str) -> None:
     make_tiny.make_all(Path(folder))
 
 
+def save_without_rows(folder: str) -> None:
+    """Write `saved` and `data.parquet` with columns, and nothing in them."""
+    rows = datasets.Dataset.from_dict({"prompt": [], "completion": []})
+    rows.save_to_disk(f"{folder}/saved")
+    rows.to_pandas().to_parquet(f"{folder}/data.parquet")
+
+
 def finetune(job: FinetuneJob) -> None:
     """Run one start of the job."""
     _prepare(job)
