@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.kit.cluster import Cluster
-from tests.cluster.kit.objects import RESTRICTIONS, pod
+from tests.cluster.kit.objects import RESTRICTIONS, Object, pod
 from tests.cluster.kit.pod_watch import PodState, PodWatch
 from tests.cluster.kit.process_table import ProcessTable
 from tests.cluster.kit.trainer_example import FINETUNE, JOB, TrainerExample, example_image, image_pod, make_inputs
@@ -210,19 +210,23 @@ def test_the_image_fine_tunes_as_any_user_with_a_read_only_root(
     """The image itself, with a real fine-tuning: stopped, and started again."""
     folder = tmp_path / "workspace"
     make_inputs(folder)
-    spec = image_pod(
-        *("torchrun", "model_train_lora.py", f"--model_name={folder}/llama", f"--dataset_path={folder}/chat.jsonl"),
-        *(f"--output_dir={folder}/output", "--local_files_only", "--steps=200", "--batch_size=2", "--lora_rank=4"),
-        folder=folder,
-        environment={
-            **FINETUNE,
-            "HF_HOME": f"{folder}/huggingface",
-            "TRAINING_PROGRESS_FILE": f"{folder}/progress.json",
-            "PROGRESS_UPDATE_FREQUENCY": "1",
-        },
-        security=RESTRICTIONS["both"],
-    )
-    namespace.apply(pod("first", spec))
+
+    def spec(steps: int) -> Object:
+        return image_pod(
+            *("torchrun", "model_train_lora.py", f"--model_name={folder}/llama", f"--dataset_path={folder}/chat.jsonl"),
+            *(f"--output_dir={folder}/output", "--local_files_only", "--batch_size=2", "--lora_rank=4"),
+            f"--steps={steps}",
+            folder=folder,
+            environment={
+                **FINETUNE,
+                "HF_HOME": f"{folder}/huggingface",
+                "TRAINING_PROGRESS_FILE": f"{folder}/progress.json",
+                "PROGRESS_UPDATE_FREQUENCY": "1",
+            },
+            security=RESTRICTIONS["both"],
+        )
+
+    namespace.apply(pod("first", spec(steps=10_000)))  # it is stopped before
     until(lambda: _step(folder) >= 3 or _has_failed(pods), limit_s=2 * START_S)
     namespace.delete("pod", "first", wait=False)
     [end] = wait_for_ends(pods, {pods.latest()[0].uid})
@@ -230,7 +234,7 @@ def test_the_image_fine_tunes_as_any_user_with_a_read_only_root(
     stopped_at = json.loads(end.message)["step"]
     assert (folder / f"output/checkpoint-{stopped_at}").is_dir()
 
-    namespace.apply(pod("second", spec))
+    namespace.apply(pod("second", spec(steps=stopped_at + 20)))
     pods.wait_for(lambda watch: len(watch.ended()) == 2, "the training ends", timeout_s=2 * START_S)
     log = namespace.logs("second")
     assert pods.ended()[1].exit_code == 0 and f"resuming from checkpoint-{stopped_at}" in log, log

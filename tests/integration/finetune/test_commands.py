@@ -32,7 +32,7 @@ def lab(tmp_path: Path) -> Lab:
 
 @pytest.fixture
 def job(tiny: Path, tmp_path: Path) -> FinetuneJob:
-    return FinetuneJob(str(tmp_path), str(tiny / "llama"), str(tiny / "chat.jsonl")).but(steps=150)
+    return FinetuneJob(str(tmp_path), str(tiny / "llama"), str(tiny / "chat.jsonl"))
 
 
 def trains(lab: Lab) -> bool:
@@ -45,12 +45,15 @@ def test_a_script_under_the_launcher(lab: Lab, job: FinetuneJob) -> None:
     script = lab.folder / "model_train_lora.py"
     script.write_text(SCRIPT)
     command = [sys.executable, str(script), *job.words]
+    lab.env["MAX_STEPS"] = "10000"  # it is stopped before
     launched = lab.start(command)
     until(lambda: trains(lab), launched)
     launched.terminate()
     ended = launched.wait()
     assert ended.code == 143, str(ended)
     assert "stopped by SIGTERM: saved at step" in ended.err, str(ended)
+    [checkpoint] = job.output.glob("checkpoint-*")
+    lab.env["MAX_STEPS"] = str(int(checkpoint.name.partition("-")[2]) + 20)
     ended = lab.run(command)
     assert ended.code == 0, str(ended)
     assert "1 interruption survived, " in ended.out, str(ended)
@@ -62,6 +65,7 @@ def test_a_script_under_the_launcher(lab: Lab, job: FinetuneJob) -> None:
 
 
 def test_the_command_alone(lab: Lab, job: FinetuneJob, tmp_path: Path) -> None:
+    job = job.but(steps=300)
     launched = Launched(lab, [*REPRIEVE, "finetune", *job.words])
     until(lambda: trains(lab), launched)
     launched.terminate()

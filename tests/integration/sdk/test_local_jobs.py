@@ -38,7 +38,7 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
 
 def test_a_job_is_paused_and_resumed(lab: Lab) -> None:
     lab.env[JOB] = "k1234"
-    launched = lab.start(lab.python(steps=60, step_s=0.05))
+    launched = lab.start(lab.python(steps=60, step_s=0.5))
     until(lambda: lab.steps() >= 3, launched)
     jobs = LocalJobs(backend_that_knows())
     assert jobs.get("k1234").state == JobState.RUNNING
@@ -49,6 +49,7 @@ def test_a_job_is_paused_and_resumed(lab: Lab) -> None:
     assert outcome.is_saved and not outcome.was_paused and outcome.step == lab.steps()
     assert jobs.pause("k1234").was_paused
     assert jobs.get("k1234").state == JobState.PAUSED
+    (lab.job / "hurry").touch()
     assert jobs.resume("k1234").state != JobState.FAILED
     view = jobs.wait("k1234", lambda view: view.state.is_end, timeout=LIMIT)
     assert (view.state, view.progress.step, lab.steps()) == (JobState.SUCCEEDED, 60, 60)

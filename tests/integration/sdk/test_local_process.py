@@ -20,7 +20,9 @@ from tests.support.notebook_training import make_inputs, train_func
 from tests.support.places import HIDE_OPTIONAL, ROOT, SITE
 from tests.support.wheels import make_wheel
 
-STEPS = 30
+STEPS = 60
+SLOW_FROM = 6
+"""A minute lies between this step and the end, unless the test ends that."""
 INSTALL_S = 600
 """torch is downloaded."""
 START_S = 120
@@ -53,7 +55,7 @@ def test_a_function_is_paused_and_continues_when_it_is_submitted_again(
     arguments = {"model_path": f"{tmp_path}/model", "data_path": f"{tmp_path}/data.json", "record": str(tmp_path)}
     trainer = TransformersTrainer(
         func=train_func,
-        func_args={**arguments, "steps": STEPS, "pause_s": 0.2},
+        func_args={**arguments, "steps": STEPS, "pause_s": 1, "slow_from": SLOW_FROM},
         output_dir="checkpoints",
         env={**environment, "HF_HUB_OFFLINE": "1"},
         metrics_port=28099,
@@ -64,14 +66,18 @@ def test_a_function_is_paused_and_continues_when_it_is_submitted_again(
     job = client.train(runtime="torch-distributed", trainer=trainer)
     steps = tmp_path / "steps-0"
     until(lambda: is_over(client, job) or client.progress(job).state != JobState.PENDING, limit_s=INSTALL_S)
-    until(lambda: is_over(client, job) or (steps.exists() and len(steps.read_text().split()) > 5), limit_s=START_S)
+    until(
+        lambda: is_over(client, job) or (steps.exists() and len(steps.read_text().split()) >= SLOW_FROM),
+        limit_s=START_S,
+    )
     assert not is_over(client, job), "\n".join(client.get_job_logs(job))
     assert client.progress(job).state == JobState.RUNNING
     outcome = client.pause(job)
-    assert outcome.is_saved and outcome.step is not None and outcome.step > 5, outcome
+    assert outcome.is_saved and outcome.step is not None and outcome.step >= SLOW_FROM, outcome
     assert client.progress(job).state == JobState.PAUSED
     assert [each.step for each in client.checkpoints(job)] == [outcome.step]
 
+    (tmp_path / "hurry").touch()
     again = client.train(runtime="torch-distributed", trainer=trainer)
     assert client.wait(again, timeout=INSTALL_S + START_S).state == JobState.SUCCEEDED
     done = [int(step) for step in steps.read_text().split()]
