@@ -85,6 +85,8 @@ class TrainerClient(SdkClient):
         """Create a job, and return its name. With a `TransformersTrainer` it saves when it is stopped, and resumes."""
         if isinstance(trainer, TransformersTrainer):
             trainer = trainer.checked_again()
+            if trainer.lacks_claim:
+                raise trainer.without_claim()
             if isinstance(self.backend, KubernetesBackend):
                 runtime = self._runtime(runtime)
                 option: Any = JobOptions(trainer, runtime.name, self._stored_runtime(runtime))

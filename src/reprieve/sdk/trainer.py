@@ -108,6 +108,8 @@ class TransformersTrainer(CustomTrainer):
         _check_kind("packages_to_install", self.packages_to_install, (list, tuple), "a list of requirements")
         _check_kind("pip_index_urls", self.pip_index_urls, (list, tuple), "a list of URLs")
         _check_kind("output_dir", self.output_dir or None, str, "a text, such as 'pvc://CLAIM/FOLDER'")
+        _check_kind("fallback_dir", self.fallback_dir, str, "a text, such as 'pvc://CLAIM/FOLDER'")
+        _check_kind("data_connection_name", self.data_connection_name, str, "the name of a Secret")
         periodic = self.periodic_checkpoint_config
         _check_kind("periodic_checkpoint_config", periodic, PeriodicCheckpointConfig, "PeriodicCheckpointConfig(...)")
         _check_number("metrics_port", self.metrics_port, PORTS)
@@ -134,6 +136,17 @@ class TransformersTrainer(CustomTrainer):
     def needs_volume(self) -> bool:
         """Whether `output_dir` is not a plain folder. Only our client can mount what it needs."""
         return self.output_dir is not None and "://" in self.output_dir
+
+    @property
+    def lacks_claim(self) -> bool:
+        """Whether `output_dir` is an object store without a claim that takes its place. No job is submitted then."""
+        return self.fallback_dir is None and (self.output_dir or "").startswith("s3://")
+
+    def without_claim(self) -> ConfigError:
+        return ConfigError(
+            f"output_dir={self.output_dir!r}: this version does not write to object stores yet: name a claim that "
+            f"takes the checkpoints instead, fallback_dir='pvc://CLAIM/FOLDER' (it is {self.fallback_dir!r})"
+        )
 
     def settings(self) -> Checkpointing | None:
         """Return the settings of the TrainJob; None: it is not protected.
@@ -240,12 +253,11 @@ class TransformersTrainer(CustomTrainer):
                 f"output_dir={uri!r} needs data_connection_name, the Secret with the credentials: "
                 "kubectl get secrets -l opendatahub.io/dashboard=true lists those of OpenShift AI"
             )
-        claim, _, folder = (self.fallback_dir or "").removeprefix("pvc://").partition("/")
-        if not (self.fallback_dir or "").startswith("pvc://") or not OBJECT_NAME.fullmatch(claim):
-            raise ConfigError(
-                f"output_dir={uri!r}: this version does not write to object stores yet: name a claim that takes the "
-                f"checkpoints instead, fallback_dir='pvc://CLAIM/FOLDER' (it is {self.fallback_dir!r})"
-            )
+        if self.fallback_dir is None:
+            return {"storage": {"uri": uri, **secret}, "persistentVolume": {"claimName": "unknown"}}
+        claim, _, folder = self.fallback_dir.removeprefix("pvc://").partition("/")
+        if not self.fallback_dir.startswith("pvc://") or not OBJECT_NAME.fullmatch(claim):
+            raise self.without_claim()
         volume: dict[str, Any] = {"claimName": claim}
         if folder := posixpath.normpath(folder.strip("/")) if folder.strip("/") else "":
             volume["subPath"] = folder

@@ -225,6 +225,12 @@ def test_a_grace_period_that_the_runtime_does_not_give_is_refused(server: Kubern
         train(connected(), grace_period="5m")
 
 
+def test_an_object_store_without_a_claim_to_fall_back_to_is_refused(server: KubernetesServer) -> None:
+    with pytest.raises(ValueError, match="instead, fallback_dir='pvc://CLAIM/FOLDER'"):
+        train(connected(), output_dir="s3://bucket/run", data_connection_name="keys")
+    assert not [key for key in server.objects if key[0] == "trainjobs"]
+
+
 def test_the_sdks_own_client_refuses_a_claim(server: KubernetesServer) -> None:
     with pytest.raises(ValueError, match=r"from reprieve\.kubeflow import TrainerClient"):
         train(connected(SdkClient))

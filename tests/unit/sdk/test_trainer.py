@@ -120,7 +120,11 @@ BAD_INPUT: dict[str, dict[str, Any]] = {
     "names no claim: write pvc://CLAIM/FOLDER": {"output_dir": "pvc://"},
     "names no claim": {"output_dir": "pvc:///folder"},
     "needs data_connection_name": {"output_dir": "s3://bucket/x"},
-    "fallback_dir='pvc://CLAIM/FOLDER'": {"output_dir": "s3://bucket/x", "data_connection_name": "c"},
+    "fallback_dir='pvc://CLAIM/FOLDER'": {
+        "output_dir": "s3://bucket/x",
+        "data_connection_name": "c",
+        "fallback_dir": "/x",
+    },
     "fallback_dir='pvc://x' takes the place of an object store": {"output_dir": "/x", "fallback_dir": "pvc://x"},
     "names no bucket: write s3://BUCKET/PREFIX": {"output_dir": "s3:///run"},
     "output_dir='' names no folder": {"output_dir": ""},
@@ -129,6 +133,8 @@ BAD_INPUT: dict[str, dict[str, Any]] = {
     "packages_to_install='torch': write a list of requirements": {"packages_to_install": "torch"},
     "write a list of URLs": {"pip_index_urls": "https://example.com"},
     "data_connection_name='a b' is not the name of a Secret": {"data_connection_name": "a b"},
+    "data_connection_name=5: write the name of a Secret": {"data_connection_name": 5},
+    "fallback_dir=5: write": {"fallback_dir": 5},
     "save_type='half': write full or incremental": {"save_type": "half"},
     "grace_period: 'soon' is not a duration": {"grace_period": "soon"},
     "kill_wait: the duration -1 must be more than zero": {"kill_wait": -1, "output_dir": "/x"},
@@ -251,8 +257,9 @@ def test_an_object_store_falls_back_to_a_claim() -> None:
     [
         {"output_dir": "pvc://shared/run"},
         {"output_dir": "s3://bucket/run", "data_connection_name": "keys", "fallback_dir": "pvc://shared/x"},
+        {"output_dir": "s3://bucket/run", "data_connection_name": "keys"},
     ],
-    ids=lambda storage: storage["output_dir"],
+    ids=str,
 )
 def test_the_sdks_own_client_cannot_submit_what_needs_a_volume(storage: dict[str, Any]) -> None:
     trainer = TransformersTrainer(func=train_func, **storage)
