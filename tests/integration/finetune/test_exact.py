@@ -103,6 +103,16 @@ def test_another_model_or_other_data_do_not_continue_a_training(tiny: Path, tmp_
     assert result.ok and job.adapter() != adapter, str(result)
 
 
+def test_an_adapter_of_another_rank_is_refused_in_one_line(tiny: Path, tmp_path: Path) -> None:
+    """Torch lists all weights whose shape is another."""
+    job = FinetuneJob(str(tmp_path / "job"), str(tiny / "llama"), str(tiny / "chat.jsonl")).but(steps=2)
+    finish(job)
+    [result] = start(job.but(lora_rank=8, steps=4))
+    assert result.exit_code == 42, str(result)
+    [error] = [line for line in result.output.splitlines() if "does not fit this model: " in line]
+    assert "size mismatch for " in error and " and 2" in error and "start over (reprieve run --fresh)" in error
+
+
 def test_a_merged_model_of_an_earlier_training_is_replaced(tiny: Path, tmp_path: Path) -> None:
     job = FinetuneJob(str(tmp_path / "job"), str(tiny / "llama"), str(tiny / "chat.jsonl")).but(batch_size=16)
     finish(job.but(epochs=1, merge="yes"))

@@ -46,9 +46,17 @@ def mismatch_explained(path: str) -> Iterator[None]:
         if not any(words in str(error) for words in _MISMATCHES):
             raise  # out of memory, for example
         raise StateMismatch(
-            f"{path} does not fit this model: {error}. Train the model that it was saved from, choose another "
-            "output_dir, or start over (reprieve run --fresh)"
+            f"{path} does not fit this model: {_in_one_line(error)}. Train the model that it was saved from, choose "
+            "another output_dir, or start over (reprieve run --fresh)"
         ) from error
+
+
+def _in_one_line(error: Exception) -> str:
+    """Return the first reason: torch lists each weight in a line of its own."""
+    head, *reasons = [line.strip(" \t.") for line in str(error).splitlines() if line.strip()]
+    if not reasons:
+        return head
+    return f"{head} {reasons[0]}" + (f" and {len(reasons) - 1} more" if len(reasons) > 1 else "")
 
 
 def complete_weights(model: Any, result: Any, path: str) -> None:
