@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from reprieve.errors import ConfigError
 from reprieve.finetune.config_file import read_config
+from reprieve.progress.redaction import masked
 from reprieve.session.startup_errors import reporting_startup_errors
 from reprieve.settings import Setting, parse_bool
 
@@ -261,9 +262,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _refuse(message: str) -> NoReturn:
-    """Take the place of argparse's exit with 2, which a job's failure policy would take for a crash, and retry."""
+    """Take the place of argparse's exit with 2, which a job's failure policy would take for a crash, and retry.
+
+    argparse repeats words that it does not know, and one may be a token: --hf_token is no option.
+    """
     with reporting_startup_errors():
-        raise ConfigError(f"{message}. --help lists the options")
+        raise ConfigError(f"{' '.join(masked(message.split(' ')))}. --help lists the options")
 
 
 def resolve(given: Mapping[str, str | None], env: Mapping[str, str] = os.environ) -> FinetuneOptions:

@@ -163,6 +163,8 @@ def test_a_bad_file(tmp_path: Path, content: str, words: str) -> None:
     ("words", "message"),
     [
         (["--learning_rat", "1"], "unrecognized arguments: --learning_rat 1. --help lists the options"),
+        (["--hf_token", "hf_notMine"], "unrecognized arguments: --hf_token ***. --help lists the options"),
+        (["--token=hf_notMine"], "unrecognized arguments: --token=***. --help lists the options"),
         (["--model_name"], "argument --model_name: expected one argument. --help lists the options"),
     ],
 )
