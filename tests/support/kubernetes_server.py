@@ -59,6 +59,8 @@ class KubernetesServer:
         """A watch from an older version is answered with 410."""
         self.logs: dict[str, str] = {}
         """By pod. What is added later, a client that follows gets, until the pod has ended."""
+        self.log_reads = 0
+        """How often a log was opened: what is added later is sent."""
         self.answers: dict[str, bytes] = {}
         """Of pods over HTTP, by `<pod>:<port>/<path>`."""
         self.missing: set[str] = set()
@@ -206,6 +208,7 @@ class KubernetesServer:
         watches are ended."""
         watch, found = self._watches, self.logs[pod].splitlines(keepends=True)
         sent = 0 if lines is None else len("".join(found[: max(0, len(found) - lines)]))
+        self.log_reads += 1
         while watch == self._watches:
             ended = not any(
                 key[0] == "pods" and key[2] == pod and each.get("status", {}).get("phase") == "Running"

@@ -66,8 +66,9 @@ class PodServer:
 
     def _answer(self, connection: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            self.requests.append(connection.recv(4096))
-            connection.sendall(self.content)
+            request, content = connection.recv(4096), self.content
+            self.requests.append(request)  # one that is counted does not answer with what is reported later
+            connection.sendall(content)
         if self.holds:
             self._open.append(connection)
         else:

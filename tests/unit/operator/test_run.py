@@ -55,7 +55,7 @@ def start_operator(*options: str) -> tuple[subprocess.Popen[str], int]:
     with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]
     ports = ["--port", str(port), "--metrics-port", "0"]
-    command = [sys.executable, "-m", "reprieve", "operator", *ports, "--drain", "0.5s", *options]
+    command = [sys.executable, "-m", "reprieve", "operator", *ports, "--drain", "3s", *options]
     environment = {name: value for name, value in os.environ.items() if name != "KUBERNETES_SERVICE_HOST"}
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment), port
 
@@ -94,8 +94,9 @@ def test_it_serves_until_sigterm_and_exits_with_0(server: KubernetesServer, star
     with contextlib.closing(wait_until_ready(port, server)) as client:
         assert client.get("https://reprieve-operator.system.svc/healthz").text == "ok\n"
         process.send_signal(signal.SIGTERM)
-        time.sleep(0.2)
-        assert client.get("https://reprieve-operator.system.svc/readyz").text == "stopping\n"
+        while (answer := client.get("https://reprieve-operator.system.svc/readyz").text) == "ok\n":
+            time.sleep(0.05)
+        assert answer == "stopping\n"
     _, log = process.communicate(timeout=WITHIN_S)
     assert process.returncode == 0, log
     lines = [json.loads(line) for line in log.splitlines()]

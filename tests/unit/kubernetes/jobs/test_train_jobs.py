@@ -345,12 +345,11 @@ def test_a_log_whose_stream_breaks_is_followed_again(
     server.end_watches()
 
     def train_on() -> None:
-        time.sleep(0.3)  # its lines are read
         server.logs["first"] += "step 2\n"
         server.put("trainjobs", stored_job(conditions=[{"type": "Complete", "status": "True"}]))
         server.put("pods", ended_pod(job_pod("first"), 0))
 
-    thread = when(lambda: len([each for each in server.requests if each.endswith("/log")]) == 2, train_on)
+    thread = when(lambda: server.log_reads == 2, train_on)
     assert list(lines) == ["step 2"]
     thread.join()
     [warning] = caplog.messages

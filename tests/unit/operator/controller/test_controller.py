@@ -15,6 +15,7 @@ import pytest
 from reprieve.kubernetes.names import PAUSE_ANNOTATION, PROGRESS_ANNOTATION
 from reprieve.operator.controller import controller as controller_module
 from reprieve.operator.metrics import families
+from reprieve.operator.status import job_state
 from reprieve.operator.status.observed import Observed
 from reprieve.operator.status.reconcile import Writes
 from tests.support.operator_kit import answer, stamp, termination_message
@@ -74,24 +75,28 @@ def test_a_pod_with_the_labels_of_rank_zero_that_is_not_the_jobs_is_never_asked(
         cluster.add_pod(stranger, owner="somebody")
         cluster.add_pod(pod)
         cluster.add_pod(stranger, owner="somebody")
-        cluster.wait_for(lambda: cluster.progress().get("step") == 150)
+        cluster.wait_for(lambda: cluster.progress().get("step") == 150 and len(warnings(caplog)) >= 2)
         time.sleep(2 * POLL_S)
         assert not stranger.requests
-    warnings = [each.message for each in caplog.records if each.levelname == "WARNING"]
-    assert len(warnings) == 2, "one for each stranger"
-    assert "no Job of it controls it" in warnings[0]
+    assert len(warnings(caplog)) == 2, "one for each stranger"
+    assert "no Job of it controls it" in warnings(caplog)[0]
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.message for each in list(caplog.records) if each.levelname == "WARNING"]
 
 
 def test_a_pod_that_has_the_address_of_its_node_is_never_asked(cluster: JobServer) -> None:
     """Its author would choose a port of the node that the operator calls, and read what answers."""
     cluster.add_job()
-    with PodServer() as pod, controlling():
+    with PodServer() as pod, controlling() as (controller, _):
         stored = cluster.get("pods", cluster.add_pod(pod), "team")
         stored["status"]["hostIP"] = stored["status"]["podIP"]
         stored["metadata"] |= {"name": "host", "uid": "host-uid", "creationTimestamp": stamp(now() + timedelta(1))}
         cluster.put("pods", stored)
         cluster.wait_for(lambda: "hostNetwork" in cluster.progress().get("reason", ""))
-        before = len(pod.requests)
+        cluster.wait_for(lambda: not any(each.is_polling for each in list(controller.tracked.values())))
+        before = len(pod.requests)  # of the time before it had that address
         time.sleep(3 * POLL_S)
         assert len(pod.requests) == before
 
@@ -146,10 +151,11 @@ def test_an_operator_that_takes_over_tells_nothing_twice(cluster: JobServer) -> 
 def test_data_that_gets_old_between_two_polls_is_marked(cluster: JobServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(controller_module, "poll_interval", lambda *_, **__: timedelta(minutes=5))
     cluster.add_job()
-    with PodServer(fresh_answer(lastUpdateTime=stamp(now() - timedelta(seconds=88)))) as pod, controlling():
+    with PodServer() as pod, controlling():
         cluster.add_pod(pod)
         cluster.wait_for(lambda: cluster.progress().get("step") == 150)
         assert "stale" not in cluster.progress()
+        monkeypatch.setattr(job_state, "STALE_AFTER", timedelta(seconds=1))
         cluster.wait_for(lambda: cluster.progress().get("stale") is True)
         assert len(pod.requests) == 1
 
@@ -224,7 +230,7 @@ def test_an_answer_that_never_ends_does_not_hold_up_other_jobs(
         cluster.add_pod(fast, job="fast")
         for step in (151, 152, 153):
             fast.report(step=step)
-            cluster.wait_for(lambda step=step: cluster.progress("fast").get("step") == step, within_s=4)
+            cluster.wait_for(lambda step=step: cluster.progress("fast").get("step") == step)
         assert "step" not in cluster.progress("slow")
         cluster.wait_for(lambda: "does not end" in cluster.progress("slow")["reason"])
     assert sum(each.levelname == "WARNING" for each in caplog.records) == 1, caplog.text
@@ -291,11 +297,12 @@ def test_without_the_fields_in_the_definition_a_job_at_rest_costs_nothing(
         cluster.end_pod(name, 143, termination_message())
         cluster.wait_for(lambda: "Preempted" in cluster.events())
         cluster.delete("pods", name, "team")
-        time.sleep(4 * POLL_S)
-        assert not any(each.pods for each in controller.tracked.values()), "their end is in the status"
-        before, writes = len(decisions), len(cluster.writes())
+        # Their end is in the status.
+        cluster.wait_for(lambda: not any(each.pods for each in list(controller.tracked.values())))
+        time.sleep(2 * POLL_S)
+        before, writes, began = len(decisions), len(cluster.writes()), time.monotonic()
         time.sleep(5 * POLL_S)
-        assert len(decisions) - before <= 6, "one for each check"
+        assert len(decisions) - before <= 1 + (time.monotonic() - began) / POLL_S, "one for each check"
         assert len(cluster.writes()) == writes
 
 
@@ -439,7 +446,7 @@ def test_a_pod_that_starts_while_the_one_before_is_polled_is_polled_at_once(
         cluster.wait_for(lambda: bool(former.requests))
         cluster.end_pod(name, 143, termination_message())
         cluster.add_pod(pod, created=now() + timedelta(seconds=1))
-        cluster.wait_for(lambda: bool(pod.requests), within_s=4)
+        cluster.wait_for(lambda: bool(pod.requests))
 
 
 def test_a_job_that_was_created_again_while_a_write_was_under_way_gets_none_of_it(cluster: JobServer) -> None:

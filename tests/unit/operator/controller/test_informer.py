@@ -96,6 +96,12 @@ class Observer:
             assert time.monotonic() < deadline, (self.known, self.calls)
             await asyncio.sleep(0.01)
 
+    async def until_requests(self, count: int) -> None:
+        deadline = time.monotonic() + WITHIN_S
+        while len(self.server.requests) < count:
+            assert time.monotonic() < deadline, self.server.requests
+            await asyncio.sleep(0.01)
+
     @property
     def restarts(self) -> int:
         [count] = self.counters.of("watch_restarts").values()
@@ -233,9 +239,9 @@ def test_a_watch_that_fails_at_once_does_not_list_all_objects_again_and_again(
     async def scenario(_: Informer[Kept]) -> None:
         server.oldest = 10**6
         server.end_watches()
-        before = len(server.requests)
-        await asyncio.sleep(1)
-        assert 4 <= len(server.requests) - before <= 16, "each attempt is a list and a watch"
+        before, began = len(server.requests), time.monotonic()
+        await observer.until_requests(before + 12)  # each attempt is a list and a watch
+        assert time.monotonic() - began >= 0.02 * (1 + 2 + 4 + 8), "it waits twice as long before each"
         server.oldest = 0
         observer.put("a")
         await observer.until(a="")
@@ -253,9 +259,9 @@ def test_a_refusal_is_logged_once_and_repeated_seldom(
     async def scenario(_: Informer[Kept]) -> None:
         server.forbidden.add("pods")
         server.end_watches()
-        before = len(server.requests)
-        await asyncio.sleep(1.5)
-        assert 2 <= len(server.requests) - before <= 8
+        before, began = len(server.requests), time.monotonic()
+        await observer.until_requests(before + 4)
+        assert time.monotonic() - began >= 2 * 0.4
         server.forbidden.clear()
         observer.put("a")
         await observer.until(a="")
