@@ -323,7 +323,7 @@ def test_what_kueue_writes_loses_nothing(namespace: Kubectl) -> None:
         if write["verb"] == "patch":
             namespace.run("patch", "trainjob", "recorded", "--type=merge", f"--patch={content}")
         else:
-            namespace.run("replace", "--filename", "-", stdin=content)
+            until(lambda content=content: is_replaced(namespace, content))
         after = namespace.get("trainjob", "recorded")
         assert after["spec"]["checkpointing"] == before["spec"]["checkpointing"]
         assert after["spec"]["trainer"] == before["spec"]["trainer"]
@@ -335,6 +335,17 @@ def test_what_kueue_writes_loses_nothing(namespace: Kubectl) -> None:
         assert stored == {name: sent[name] for name in stored}, "what Kueue wrote is stored as well"
         managers = [each["manager"] for each in after["spec"]["runtimePatches"]]
         assert {each["manager"] for each in sent.get("runtimePatches", [])} <= set(managers)
+
+
+def is_replaced(namespace: Kubectl, content: str) -> bool:
+    """Write a whole object, unless the operator has written the status after kubectl read its version. Kueue tries
+    again then, too."""
+    try:
+        namespace.run("replace", "--filename", "-", stdin=content)
+    except KubectlError as error:
+        assert "the object has been modified" in str(error), error
+        return False
+    return True
 
 
 def recorded() -> tuple[Object, list[Object]]:
