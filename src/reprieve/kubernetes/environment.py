@@ -49,7 +49,9 @@ def _environment(settings: Checkpointing, pods: Pods) -> list[Object]:
         "POD_IP": _field("status.podIP"),
     }
     found |= {name: {"name": name, **value} for name, value in defaults.items() if name not in in_runtime}
-    if grace_period := _grace_period(settings, pods):
+    grace_period = _grace_period(settings, pods)
+    _check_kill_wait(settings, pods, grace_period)
+    if grace_period:
         found["REPRIEVE_GRACE"] = {"name": "REPRIEVE_GRACE", "value": _seconds(grace_period)}
     found |= {variable["name"]: dict(variable) for variable in settings.env}
     return list(found.values())
@@ -77,6 +79,15 @@ def _grace_period(settings: Checkpointing, pods: Pods) -> timedelta | None:
             f"{pods.runtime_name}: write at most {text}s, or raise terminationGracePeriodSeconds in the runtime"
         )
     return min(wanted, limit - _KILL_MARGIN)
+
+
+def _check_kill_wait(settings: Checkpointing, pods: Pods, grace_period: timedelta | None) -> None:
+    limit = grace_period or (pods.grace_period - _KILL_MARGIN if pods.grace_period is not None else None)
+    if limit is not None and settings.kill_wait is not None and settings.kill_wait >= limit:
+        raise ConfigError(
+            f"spec.checkpointing.killWait: {_seconds(settings.kill_wait)} s leaves nothing of the grace period of "
+            f"{_seconds(limit)} s to save in: write less than that"
+        )
 
 
 def _progress_file(settings: Checkpointing) -> str:

@@ -333,6 +333,11 @@ def test_warnings_fit_into_the_limit_of_the_api_server(runtime: Any) -> None:
     [
         ({"storage": STORAGE, "interval": "5 minutes"}, "spec.checkpointing.interval: '5 minutes' is not understood"),
         ({"storage": STORAGE, "gracePeriod": "5m"}, "300 s is more than the 120 s of runtime reprieve-torch: write at"),
+        (
+            {"storage": STORAGE, "killWait": "118s"},
+            "spec.checkpointing.killWait: 118 s leaves nothing of the grace period of 118 s to save in: write less",
+        ),
+        ({"storage": STORAGE, "gracePeriod": "2m", "killWait": "119s"}, "killWait: 119 s leaves nothing of the grace"),
         ({"enabled": True}, "spec.checkpointing.storage: there is none"),
         (
             {"storage": STORAGE, "env": [{"name": "PROGRESS_UPDATE_FREQUENCY", "value": "often"}]},
