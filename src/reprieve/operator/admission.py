@@ -75,7 +75,9 @@ def _decide(request: Mapping[str, Any], runtime: Runtime | None) -> tuple[Object
             return job, []
         found = protect(job, settings, runtime)
         return found.job, found.warnings
-    return _decide_update(request.get("oldObject") or {}, job), []
+    if request.get("operation") == "UPDATE":
+        return _decide_update(request.get("oldObject") or {}, job), []
+    return job, []
 
 
 def _decide_update(old: Object, new: Object) -> Object:

@@ -497,7 +497,15 @@ def test_broken_yaml_in_the_annotation() -> None:
     assert refusal(job).startswith(f"annotation {ANNOTATION} is not YAML")
 
 
-@pytest.mark.parametrize("review", [{}, {"request": {}}, {"request": {"operation": "CREATE", "object": None}}])
+@pytest.mark.parametrize(
+    "review",
+    [
+        {},
+        {"request": {}},
+        {"request": {"operation": "CREATE", "object": None}},
+        {"request": {"operation": "DELETE", "object": None, "oldObject": train_job_with({"storage": STORAGE})}},
+    ],
+)
 def test_a_review_without_a_job_is_let_through(review: dict[str, Any]) -> None:
     assert respond(review, None)["response"]["allowed"]
     assert runtime_of(review) is None
