@@ -115,7 +115,7 @@ def test_the_operator_may_do_what_its_mode_needs(tmp_path: Path) -> None:
 
 
 def test_without_the_definition_and_with_certificates_of_others() -> None:
-    objects = rendered("--set=crd.manage=false", "--set=certificates.secretName=mine", "--set=metrics.port=0")
+    objects = rendered("--set=crd.manage=false", "--set=webhook.certSecret=mine", "--set=metrics.port=0")
     assert allowed(objects).keys().isdisjoint({"customresourcedefinitions", "mutatingwebhookconfigurations"})
     assert not [each for each in objects if each["metadata"]["name"] == "reprieve-uninstall"]
     assert "secrets" not in json.dumps(find(objects, "Role"))

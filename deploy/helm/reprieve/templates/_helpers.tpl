@@ -3,7 +3,7 @@
 
 {{/* The Secret with the certificates that all replicas share. */}}
 {{- define "reprieve.secret" -}}
-{{- .Values.certificates.secretName | default (printf "%s-certificates" (include "reprieve.name" .)) -}}
+{{- .Values.webhook.certSecret | default (printf "%s-certificates" (include "reprieve.name" .)) -}}
 {{- end }}
 
 {{- define "reprieve.selector" -}}
