@@ -15,11 +15,16 @@ from reprieve import exit_codes
 from reprieve.errors import ConfigError
 from reprieve.kubernetes.checkpointing import Checkpointing
 from reprieve.kubernetes.jobs.state import JobState
-from reprieve.kubernetes.jobs.training_progress import Condition, TrainingProgress
+from reprieve.kubernetes.jobs.training_progress import Condition, LastExit, TrainingProgress
 from reprieve.operator.status.job_state import NOT_STARTED, how_it_ended, is_lost, pause_of, was_preempted
 from reprieve.operator.status.objects import ObservedPod
 from reprieve.operator.status.observed import Observed, why_it_waits
-from reprieve.operator.status.starts import MAX_STARTS_WITHOUT_PROGRESS, NO_PROGRESS, is_without_progress
+from reprieve.operator.status.starts import (
+    MAX_STARTS_WITHOUT_PROGRESS,
+    NO_PROGRESS,
+    is_without_progress,
+    last_report,
+)
 from reprieve.run_state import RunState
 from reprieve.units import parse_duration
 
@@ -130,12 +135,12 @@ def _of_the_last_exit(
     if was_preempted(last):
         is_pause = observed.job.is_suspended and (pause_of(observed, after) is not None or not observed.job.is_queued)
         yield "Paused" if is_pause else "Preempted", _how_it_was_saved(after)
-    if last.exit_code in NOT_STARTED:
+    if last.exit_code in NOT_STARTED and not _has_reported(observed, last):
         yield (
             "ReprieveMissing",
             (
                 f"the container's command was not found (exit code {last.exit_code}: {last.message or 'no message'}): "
-                "the image needs `pip install reprieve`, and a job whose own command is missing needs that, too"
+                "the image needs `pip install reprieve`"
             ),
         )
     elif last.exit_code not in (exit_codes.FINISHED, exit_codes.PERMANENT_FAILURE):
@@ -148,6 +153,11 @@ def _of_the_last_exit(
                 "NotSaved",
                 f"{how_it_ended(last)} after step {after.step}; the next start begins {start}{most} {lost} lost",
             )
+
+
+def _has_reported(observed: Observed, last: LastExit) -> bool:
+    """Whether Reprieve has run in the pod: then the command that it starts was not found, or has this exit code."""
+    return any(pod.name == last.pod and last_report(observed, pod) is not None for pod in observed.pods)
 
 
 def _how_it_was_saved(after: TrainingProgress) -> str:

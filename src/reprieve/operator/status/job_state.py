@@ -26,7 +26,7 @@ STOPS_WITHIN = timedelta(minutes=10)
 """How long after a pause rank 0 may still run, besides the grace period of the job: a runtime may have a longer one."""
 MAX_PEERS_LISTED = 3
 NOT_STARTED = (127, 128)
-"""The command was not found: no process has run."""
+"""The command was not found: that of the container, or the one that the launcher starts."""
 
 
 Found = tuple[JobState, str]
@@ -98,7 +98,8 @@ def _between_starts(progress: TrainingProgress, pod: ObservedPod | None) -> Foun
         return JobState.PREEMPTED, last.message or "rank 0 was stopped"
     if last.exit_code == exit_codes.PERMANENT_FAILURE:
         return JobState.PENDING, f"{how_it_ended(last)}: a permanent failure, which fails the job"
-    return JobState.PENDING, f"restarting: {how_it_ended(last)}"
+    why = f": {last.message}" if last.exit_code in NOT_STARTED and last.message else ""
+    return JobState.PENDING, f"restarting: {how_it_ended(last)}{why}"
 
 
 def was_preempted(last: LastExit) -> bool:

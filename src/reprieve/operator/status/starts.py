@@ -68,7 +68,7 @@ def _end(observed: Observed, pod: ObservedPod) -> datetime:
 
 
 def _with_end(observed: Observed, progress: TrainingProgress, pod: ObservedPod) -> TrainingProgress:
-    report = _last_report(observed, pod)
+    report = last_report(observed, pod)
     before = max(_step(progress.last_exit.checkpoint_step if progress.last_exit else None), -1)
     if report is not None:
         progress = with_report(progress, report, observed.now)
@@ -94,7 +94,7 @@ def _with_end(observed: Observed, progress: TrainingProgress, pod: ObservedPod) 
     )
 
 
-def _last_report(observed: Observed, pod: ObservedPod) -> Report | None:
+def last_report(observed: Observed, pod: ObservedPod) -> Report | None:
     """The termination message of a pod, or else the last answer of it."""
     try:
         return from_termination_message(pod.container.message, pod.name, observed.now)

@@ -518,6 +518,25 @@ def test_an_image_without_reprieve() -> None:
     assert story.condition("ReprieveMissing")["status"] == "False"
 
 
+@pytest.mark.parametrize(
+    "message", ["", termination_message(state="failed", message="tran.py: no such command")], ids=["none", "a message"]
+)
+def test_a_command_that_is_not_found_under_the_launcher_is_no_missing_reprieve(message: str) -> None:
+    """It has reported, or has left the launcher's message."""
+    story = Story()
+    if message:
+        story.add_pods()
+        story.starts(0)
+    else:
+        story.train_to(150)
+    story.end(127, message)
+    story.reconcile()
+    assert "ReprieveMissing" not in story.reasons
+    assert story.progress["lastExit"]["exitCode"] == 127
+    assert story.progress["reason"].startswith("restarting: rank 0 ended with exit code 127")
+    assert not message or "tran.py: no such command" in story.progress["reason"]
+
+
 def test_storage_that_is_missing() -> None:
     story = Story()
     story.add_pods()
