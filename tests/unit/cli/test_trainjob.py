@@ -65,6 +65,12 @@ def test_old_data_is_marked_as_such(server: KubernetesServer, capsys: Capture) -
     assert "Running (stale)" in shown and "2 min ago" in shown
 
 
+def test_a_job_that_has_reported_nothing_has_no_age(server: KubernetesServer, capsys: Capture) -> None:
+    server.put("trainjobs", stored_job(trainingProgress={"state": "Pending", "reason": "waits for quota of Kueue"}))
+    assert execute(["status", "trainjob/finetune"]) == 0
+    assert "updated" not in capsys.readouterr().out
+
+
 def test_all_jobs(server: KubernetesServer, capsys: Capture) -> None:
     for words in (["status", "trainjobs"], ["status", "trainjob"]):
         assert execute(words) == 0

@@ -102,7 +102,7 @@ def _table(views: list[JobView]) -> Table:
 
 
 def _details(view: JobView) -> Table:
-    progress, saved = view.progress, view.progress.checkpointing
+    progress, saved, age = view.progress, view.progress.checkpointing, _age(view)
     values = {
         "loss": progress.loss,
         "accuracy": progress.accuracy,
@@ -123,7 +123,7 @@ def _details(view: JobView) -> Table:
         ("save error", Text(saved.error or "", "red")),
         ("resumed from", progress.resumed_from or ""),
         ("restarts", "" if progress.restarts is None else str(progress.restarts)),
-        ("updated", _age(view) + (f", from {_SOURCES[view.source]}" if view.source in _SOURCES else "")),
+        ("updated", f"{age}, from {_SOURCES[view.source]}" if age and view.source in _SOURCES else age),
         ("pods", ", ".join(f"{pod.name} {pod.phase}" for pod in view.pods)),
     ]
     table = Table(box=None, pad_edge=False, show_header=False)
