@@ -116,7 +116,8 @@ def test_however_the_command_is_written_the_launcher_is_the_first_process(namesp
         made["spec"] |= {"runtimeRef": {"name": "shell", "kind": "TrainingRuntime"}, "suspend": False}
         namespace.create(made)
     for name in TRAINERS:
-        namespace.wait_for("trainjob", name, has_condition("Complete"))
+        namespace.wait_for("trainjob", name, has_condition("Complete"), timeout_s=120)
+    pods.wait_for(lambda watch: len(watch.ended()) >= len(TRAINERS), "the pods have ended")
     assert len(pods.ended()) == len(TRAINERS), pods.history()
     for pod in pods.ended():
         shell = "bash" if pod.name.startswith("script-") else "sh"
@@ -150,6 +151,7 @@ def schema_alone(cluster: Cluster) -> Iterator[str]:
     }
     cluster.kubectl.apply(definition)
     cluster.kubectl.wait_for("crd", "samples.test.reprieve.dev", has_condition("Established"))
+    until(lambda: cluster.kubectl.succeeds("get", "samples.test.reprieve.dev"))  # kubectl can find it
     yield "test.reprieve.dev/v1"
     cluster.kubectl.delete("crd", "samples.test.reprieve.dev")
 
@@ -233,6 +235,8 @@ def test_settings_cannot_change(namespace: Kubectl) -> None:
 
 
 def test_explain_is_worth_reading(cluster: Cluster) -> None:
+    # The API server takes a while to publish a schema.
+    until(lambda: cluster.kubectl.succeeds("explain", "trainjob.spec.checkpointing.interval"), limit_s=30)
     text = cluster.kubectl.run("explain", "trainjob.spec.checkpointing.interval")
     assert "a duration (5m, 90s, 1h30m)" in " ".join(text.split())
 

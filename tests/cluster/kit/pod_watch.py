@@ -6,6 +6,7 @@ only a watch sees them. A test starts the watch before it creates pods, and afte
 
 from __future__ import annotations
 
+import codecs
 import json
 import subprocess
 import threading
@@ -157,11 +158,12 @@ class PodWatch:
     def _read(self) -> None:
         """Take JSON documents off kubectl's output, which has no separators."""
         decoder = json.JSONDecoder()
+        text = codecs.getincrementaldecoder("utf-8")()  # a chunk may end within a character
         pending = ""
         assert self._process.stdout is not None
         with self._process.stdout as output:
             while chunk := output.read1(READ_BYTES):  # type: ignore[attr-defined]
-                pending += chunk.decode()
+                pending += text.decode(chunk)
                 while pending := pending.lstrip():
                     try:
                         event, length = decoder.raw_decode(pending)
