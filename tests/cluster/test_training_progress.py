@@ -145,7 +145,7 @@ def assert_it_has_the_documented_fields(cluster: Cluster, training: Training) ->
 
 def assert_the_documented_commands_answer(training: Training, pod: str, *, of_an_end: bool) -> None:
     """Those of the troubleshooting table, as they are written: that for a pod that has ended, or the others."""
-    page = (ROOT / "docs/trainjob-status.md").read_text().partition("## Troubleshooting")[2]
+    page = (ROOT / "docs/kubernetes.md").read_text().partition("## Troubleshooting")[2]
     commands = [found.replace("\\|", "|") for found in re.findall(r"\| `(kubectl [^`]+)` \|", page)]
     assert len(commands) == 6, commands
     values = {"NAME": training.name, "POD": pod, "FOLDER": f"{training.lab.job}/checkpoints"}
