@@ -36,11 +36,12 @@ demo: $(READY)  ## Preempt a training run, kill another in the middle of a save,
 picture: $(READY)  ## Run the demo and draw its output: docs/images/demo.svg
 	@$(BIN)/python -m examples.picture
 
-lint: $(READY)  ## Style, types and layers
+lint: $(READY)  ## Style, types, layers, and the chart where helm is built
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m pytest -q tests/cluster/test_chart.py -k 'nothing_to_remark or install_yaml'
 
 format: $(READY)  ## Put the code into its usual form
 	$(BIN)/ruff format .

@@ -31,6 +31,7 @@ from tests.cluster.kit.operator_deployment import (
     undeployed,
 )
 from tests.cluster.rig.kubectl import Kubectl, KubectlError
+from tests.cluster.rig.layout import build_output
 from tests.cluster.rig.up import import_image
 from tests.support.golden import check_golden
 from tests.support.launch_kit import until
@@ -56,6 +57,11 @@ HEAD = """\
 
 # What is rendered
 
+linted = pytest.mark.skipif(
+    not build_output().binary("helm").exists(), reason="helm is not built: run make cluster-build"
+)
+"""Tests that `make lint` runs, too. They need no cluster."""
+
 
 def rendered(*options: str) -> list[Object]:
     """The objects that the chart makes with these options of helm."""
@@ -72,10 +78,12 @@ def allowed(objects: list[Object]) -> dict[str, list[str]]:
     return {what: rule["verbs"] for rule in find(objects, "ClusterRole")["rules"] for what in rule["resources"]}
 
 
+@linted
 def test_helm_has_nothing_to_remark() -> None:
     assert "0 chart(s) failed" in local_helm().run("lint", "--strict", WITHOUT_CLUSTER, str(CHART))
 
 
+@linted
 def test_install_yaml_is_what_the_chart_renders() -> None:
     text = local_helm().template("--no-hooks", "--set=namespace.create=true", namespace=NAMESPACE)
     check_golden(MANIFEST, HEAD + text)
