@@ -29,7 +29,7 @@ from tests.support.kubernetes_server import KubernetesServer
 from tests.support.operator_kit import answer, pod_object, stamp, train_job_object
 
 Object = dict[str, Any]
-WITHIN_S = 10.0
+WITHIN_S = 30.0
 OWN_MANAGER = "reprieve.dev/operator"
 
 

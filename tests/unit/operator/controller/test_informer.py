@@ -18,7 +18,7 @@ from reprieve.operator.controller.informer import Informer
 from reprieve.operator.metrics.counters import Counters
 from tests.support.kubernetes_server import KubernetesServer
 
-WITHIN_S = 10.0
+WITHIN_S = 30.0
 
 
 @dataclass(frozen=True)
