@@ -39,6 +39,8 @@ class ListedCheckpoint:
     bytes: int
     problem: str | None = None
     """Why it cannot be resumed from; None: no problem is known."""
+    epoch: float | None = None
+    """Completed epochs; None: foreign checkpoints do not have it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -192,6 +192,7 @@ class RunReporter:
                     created_at=each.created.timestamp(),
                     bytes=each.bytes,
                     problem=each.problem,
+                    epoch=each.manifest.epoch if each.manifest is not None else None,
                 )
                 for each in found
             ],

@@ -97,8 +97,11 @@ class AvailableCheckpoint:
 
     path: str | None = _field(text)
     step: int | None = _field(int64)
+    epoch: int | None = _field(int64)
     created: datetime | None = _field(time)
+    created_at: datetime | None = _field(time)
     bytes: int | None = _field(int64)
+    size: int | None = _field(int64)
     valid: bool | None = _field(boolean)
     reason: str | None = _field(text)
 
@@ -111,6 +114,7 @@ class Checkpoints:
     latest_checkpoint: str | None = _field(text)
     latest_checkpoint_time: datetime | None = _field(time)
     latest_checkpoint_bytes: int | None = _field(int64)
+    latest_checkpoint_size: int | None = _field(int64)
     checkpoints_created: int | None = _field(int64)
     checkpoints_valid: int | None = _field(int32)
     saving_step: int | None = _field(int64)

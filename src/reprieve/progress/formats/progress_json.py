@@ -33,7 +33,7 @@ def dumps(value: Mapping[str, Any], *, indent: int | None = None) -> bytes:
 def for_file(progress: Progress) -> dict[str, Any]:
     """Return the content of TRAINING_PROGRESS_FILE."""
     return {
-        "epoch": None if progress.epoch is None else math.floor(progress.epoch),
+        "epoch": _completed(progress.epoch),
         "totalEpochs": whole(progress.total_epochs),
         "step": progress.step,
         "totalSteps": progress.total_steps,
@@ -61,20 +61,27 @@ def for_file(progress: Progress) -> dict[str, Any]:
 
 
 def for_training_progress(progress: Progress) -> dict[str, Any]:
-    """Return the content of `/trainingProgress`: that of the file, the run's name, and what is in its folder."""
+    """Return the content of `/trainingProgress`: that of the file, the run's name, and what is in its folder.
+
+    `createdAt`, `size` and `latestCheckpointSize` are what readers of the checkpointing proposal for Trainer expect.
+    """
     checkpoints = progress.checkpoints
     return {
         **for_file(progress),
         "run": progress.run,
         "checkpointing": {
             **checkpointing(progress),
+            "latestCheckpointSize": checkpoints.latest_bytes,
             "lastSaveDuration": save_duration(progress),
             "availableCheckpoints": [
                 {
                     "path": each.path,
                     "step": each.step,
+                    "epoch": _completed(each.epoch),
                     "created": timestamp(each.created_at),
+                    "createdAt": timestamp(each.created_at),
                     "bytes": each.bytes,
+                    "size": each.bytes,
                     "valid": each.problem is None,
                     "reason": each.problem,
                 }
@@ -167,6 +174,10 @@ def timestamp(at: float) -> str:
 
 def number(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
+
+
+def _completed(epoch: float | None) -> int | None:
+    return None if epoch is None else math.floor(epoch)
 
 
 def whole(value: float | None) -> int | None:

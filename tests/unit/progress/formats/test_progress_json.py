@@ -126,10 +126,12 @@ def test_what_is_not_known_is_null() -> None:
 
 def test_the_operator_gets_the_file_and_what_is_in_the_folder() -> None:
     listed = (
-        ListedCheckpoint(path="/c/checkpoint-150", step=150, created_at=AT, bytes=18_500_000_000),
+        ListedCheckpoint(path="/c/checkpoint-150", step=150, created_at=AT, bytes=18_500_000_000, epoch=2.5),
         ListedCheckpoint(path="/c/checkpoint-100.set-aside", step=100, created_at=AT - 60, bytes=7, problem="damaged"),
     )
-    now = progress(run="job-1", checkpoints=Checkpoints(created=5, valid=1, last_save_s=1.234, listed=listed))
+    now = progress(
+        run="job-1", checkpoints=Checkpoints(created=5, valid=1, latest_bytes=7, last_save_s=1.234, listed=listed)
+    )
     content, file = progress_json.for_training_progress(now), progress_json.for_file(now)
     assert {name: value for name, value in content.items() if name not in ("run", "checkpointing")} == {
         name: value for name, value in file.items() if name != "checkpointing"
@@ -138,13 +140,17 @@ def test_the_operator_gets_the_file_and_what_is_in_the_folder() -> None:
     checkpointing = content["checkpointing"]
     assert checkpointing.items() >= file["checkpointing"].items()
     assert checkpointing["lastSaveDuration"] == "1.23s"
+    assert checkpointing["latestCheckpointSize"] == checkpointing["latestCheckpointBytes"] == 7
     assert checkpointing["availableCheckpoints"] == [
         {
-            "path": "/c/checkpoint-150", "step": 150, "created": "2023-11-14T22:13:20Z", "bytes": 18_500_000_000,
+            "path": "/c/checkpoint-150", "step": 150, "epoch": 2,
+            "created": "2023-11-14T22:13:20Z", "createdAt": "2023-11-14T22:13:20Z",
+            "bytes": 18_500_000_000, "size": 18_500_000_000,
             "valid": True, "reason": None,
         },
         {
-            "path": "/c/checkpoint-100.set-aside", "step": 100, "created": "2023-11-14T22:12:20Z", "bytes": 7,
+            "path": "/c/checkpoint-100.set-aside", "step": 100, "epoch": None,
+            "created": "2023-11-14T22:12:20Z", "createdAt": "2023-11-14T22:12:20Z", "bytes": 7, "size": 7,
             "valid": False, "reason": "damaged",
         },
     ]  # fmt: skip
