@@ -99,7 +99,7 @@ class StorageFull(StorageError):
 
 
 class FolderNotWritable(StorageError):
-    """This process's user may not write to the checkpoint folder."""
+    """The checkpoint folder is a file, or this process's user may not write to it."""
 
 
 class OwnershipError(ReprieveError):

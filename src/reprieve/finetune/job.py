@@ -17,6 +17,7 @@ from pathlib import Path
 from reprieve.checkpoint.folder.catalog import list_checkpoints
 from reprieve.checkpoint.folder.lease import read_record as read_lease
 from reprieve.checkpoint.folder.paths import LEASE_FOLDER
+from reprieve.checkpoint.folder.storage_errors import explained, permitted
 from reprieve.errors import ConfigError, RankFailed, RanksError, StoreLost, is_permanent, needing
 from reprieve.finetune import merge, summary
 from reprieve.finetune.data import read_rows
@@ -40,7 +41,6 @@ from reprieve.preemption.stop_listener import ANOTHER_RANK, StopListener
 from reprieve.ranks.group import Ranks
 from reprieve.session.startup_errors import reporting_startup_errors
 from reprieve.settings import Settings, resolve
-from reprieve.storage.disk import explain
 from reprieve.storage.uri import display_path, run_folder
 
 _ADAPTER = "adapter_model.safetensors"
@@ -66,7 +66,8 @@ def run_job(options: FinetuneOptions) -> None:
             kind: find_source(kind, text)
             for kind, text in ((MODEL, options.model_name), (DATASET, options.dataset_path))
         }
-        _make_folder(output)
+        with explained(output), permitted(output):
+            output.mkdir(parents=True, exist_ok=True)
         use_writable_caches(os.environ, output)
         paths = {kind: _local(source, options, record) for kind, source in sources.items()}
         record = replace(record, commits=_commits(sources, paths))
@@ -161,13 +162,6 @@ def _complete(
         merge.name_base_model(output, source.name, record.commits.get(MODEL))
     replace(record, merged=options.merge or record.merged, finished=True).write(output)
     print_once(f"finished: {display_path(output / (merge.FOLDER if options.merge else _ADAPTER))}")
-
-
-def _make_folder(output: Path) -> None:
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        explain(error, output)
 
 
 def _start_record(options: FinetuneOptions, settings: Settings, output: Path) -> JobRecord:

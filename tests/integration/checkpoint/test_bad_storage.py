@@ -159,9 +159,9 @@ def test_a_read_only_disk(small_disk: Path) -> None:
 
 def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("not a folder")
-    with pytest.raises(reprieve.StorageError, match=r"checkpoints.*file where the folder should be"):
+    with pytest.raises(reprieve.FolderNotWritable, match=r"checkpoints.*file where the folder should be"):
         Job().checkpointer(tmp_path / "checkpoints")
-    with pytest.raises(reprieve.StorageError, match="file where the folder should be"):
+    with pytest.raises(reprieve.FolderNotWritable, match="file where the folder should be"):
         Job().checkpointer(tmp_path / "checkpoints" / "deeper")
 
 

@@ -53,6 +53,12 @@ def test_no_such_model(job: FinetuneJob, tmp_path: Path) -> None:
     refused(job.but(model_name="no one/knows"), "there is no ")
 
 
+def test_a_file_where_the_output_should_be(job: FinetuneJob) -> None:
+    job.output.parent.mkdir()
+    job.output.write_text("not a folder")
+    refused(job, f"cannot use {job.output} for checkpoints: there is a file where the folder should be")
+
+
 def test_nothing_in_the_cache(job: FinetuneJob) -> None:
     line = refused(job.but(model_name="tiny/llama", local_files_only="yes"), "is neither a folder here nor complete in")
     assert "nothing is downloaded because HF_HUB_OFFLINE is set" in line

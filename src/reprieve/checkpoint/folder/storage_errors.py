@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,10 +23,16 @@ def explained(root: Path, *, needed: int | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def permitted(root: Path) -> Iterator[None]:
-    """Raise FolderNotWritable, a permanent failure, in place of a PermissionError. Only at the start of a run: later
-    the folder could be written once, and perhaps will be again."""
+    """Raise FolderNotWritable, a permanent failure, where there is no permission, or a file in place of the folder.
+    Only at the start of a run: later the folder could be written once, and perhaps will be again."""
     try:
         yield
+    except (FileExistsError, NotADirectoryError) as error:
+        raise FolderNotWritable(
+            errno.ENOTDIR,
+            f"cannot use {root} for checkpoints: there is a file where the folder should be (at "
+            f"{error.filename or root}). Choose another folder, or move the file away",
+        ) from error
     except PermissionError as error:
         raise FolderNotWritable(
             error.errno,
