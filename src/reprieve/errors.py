@@ -160,11 +160,14 @@ class ApiUnreachable(KubernetesError):
     """The API server did not answer, or cannot do so at present: it is overloaded, or something behind it is away."""
 
 
+_PERMANENT = (ConfigError, MissingExtra, StateError, NoValidCheckpoint, FolderInUse, FolderNotWritable)
+
+
 def is_permanent(error: BaseException) -> bool:
     """Whether the error is a permanent failure: a restart would fail again. Exit code 42."""
     if isinstance(error, RankFailed):
         return error.permanent
-    return isinstance(error, ConfigError | StateError | NoValidCheckpoint | FolderInUse | FolderNotWritable)
+    return isinstance(error, _PERMANENT)
 
 
 @contextlib.contextmanager

@@ -73,6 +73,16 @@ def test_what_needs_torch_names_itself_and_the_extra(code: str, what: str) -> No
     )
 
 
+def test_a_fine_tuning_fails_for_good(tmp_path: Path) -> None:
+    """No restart installs a package."""
+    for name in ("config.json", "tokenizer.json", "model.safetensors", "data.jsonl"):
+        (tmp_path / name).write_text("{}")
+    data, output = str(tmp_path / "data.jsonl"), str(tmp_path / "out")
+    ended = reprieve("finetune", "--model_name", str(tmp_path), "--dataset_path", data, "--output_dir", output)
+    assert ended.returncode == 42, ended
+    assert "reprieve finetune needs torch, which is not installed: pip install" in ended.stderr, ended
+
+
 def test_a_checkpoint_of_other_tools_is_not_verified_without_it(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-1").mkdir()
     torch.save({"weight": torch.ones(3)}, tmp_path / "checkpoint-1" / "model.pt")
