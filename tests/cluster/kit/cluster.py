@@ -15,7 +15,9 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,14 +85,21 @@ class Cluster:
 
     def wait_until_controllers_are_ready(self) -> None:
         """They end when they cannot renew their leases, and start again. That an API server which has just come back
-        calls them ready is what it knew before."""
+        calls them ready is what it knew before, until the kubelets reach it again. Nodes whose kubelets do so late
+        become NotReady first, and all their pods with them."""
         deadline = time.monotonic() + READY_WITHIN_S
         while not self.kubectl.succeeds("get", "--raw", "/readyz"):
             assert time.monotonic() < deadline, "the API server is not ready"
             time.sleep(0.5)
+        back = datetime.now(timezone.utc)
+        leases = self.kubectl.for_namespace("kube-node-lease")
+        for node in self.nodes:
+            leases.wait_for("lease", node, lambda lease: _renewed(lease) > back, timeout_s=READY_WITHIN_S)
+            self.kubectl.wait_for("node", node, has_condition("Ready"), timeout_s=READY_WITHIN_S)
         time.sleep(KUBELET_REPORTS_WITHIN_S)
-        for controller in controllers(full=False):
-            wait_until_ready(controller, self.kubectl)
+        for controller in controllers(full=True):
+            if self.kubectl.succeeds("get", "namespace", controller.namespace):
+                wait_until_ready(controller, self.kubectl)
 
     @contextlib.contextmanager
     def without(self, program: str, argument: str) -> Iterator[None]:
@@ -124,6 +133,10 @@ class Cluster:
                 pass_fds=[file.fileno() for file in spaces],
                 check=True,
             )
+
+
+def _renewed(lease: dict[str, Any]) -> datetime:
+    return datetime.fromisoformat(lease["spec"]["renewTime"].replace("Z", "+00:00"))
 
 
 @contextlib.contextmanager
