@@ -16,7 +16,7 @@ from tests.cluster.kit.cluster import Cluster
 from tests.cluster.kit.objects import pod
 from tests.cluster.kit.pod_watch import PodWatch
 from tests.cluster.kit.training import START_S, Training, training_pod
-from tests.cluster.rig.kubectl import Kubectl
+from tests.cluster.rig.kubectl import Kubectl, has_condition
 from tests.support.launch_kit import Lab, processes_with, until
 
 pytestmark = pytest.mark.timeout(600)
@@ -143,6 +143,7 @@ def test_a_job_trains_on_while_a_node_is_not_ready_and_saves_when_it_is_back(
     assert generation.exit_codes == [143, 143], pods.history()
     assert "DeletionByTaintManager" in [state.disruption for state in generation.pods], pods.history()
     assert generation.message["step"] == training.step < steps
+    cluster.kubectl.wait_for("node", unreachable.node, has_condition("Ready"))
     training.wait_until_complete()
     assert training.counted_restarts == 0
     training.assert_generations_never_overlapped()

@@ -74,14 +74,14 @@ class Cluster:
 
     @contextlib.contextmanager
     def frozen_kubelet(self, node: str) -> Iterator[None]:
-        """Stop the kubelet of a node for a while: the node becomes NotReady after 50 s, its pods run on."""
+        """Stop the kubelet of a node for a while: the node becomes NotReady after 50 s, its pods run on. It may take a
+        while to be ready again."""
         (kubelet,) = find_processes(self.own_instance(), "kubelet", f"--hostname-override={node}")
         os.kill(kubelet, signal.SIGSTOP)
         try:
             yield
         finally:
             os.kill(kubelet, signal.SIGCONT)
-            self.kubectl.wait_for("node", node, has_condition("Ready"))
 
     def wait_until_controllers_are_ready(self) -> None:
         """They end when they cannot renew their leases, and start again. That an API server which has just come back

@@ -142,7 +142,7 @@ class TrainerExample:
             elif each["kind"] == "PyTorchJob":
                 for replica in each["spec"]["pytorchReplicaSpecs"].values():
                     self._adapt(replica["template"]["spec"], command, folders or [], environment or {})
-        path.write_text(yaml.safe_dump_all(objects))
+        path.write_text("\n---\n".join(json.dumps(each) for each in objects))  # PyYAML leaves 2e-2 without quotes
         self.run(f"kubectl apply -f trainer/{manifest}")
 
     def _volume(self, claim: str) -> Object:
