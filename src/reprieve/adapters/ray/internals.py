@@ -88,7 +88,7 @@ __all__ = [
     "WorkerGroupCallback",
 ]
 
-POLL_INTERVALS_S = {HEALTH_CHECK_INTERVAL_S_ENV_VAR: "0.2", PREEMPTION_POLL_INTERVAL_S_ENV_VAR: "1"}
+POLL_INTERVALS_S = {HEALTH_CHECK_INTERVAL_S_ENV_VAR: "0.1", PREEMPTION_POLL_INTERVAL_S_ENV_VAR: "1"}
 """Our defaults for Ray's own variables. The controller commits a checkpoint when it polls its workers; at Ray's default
 of 2 s, that takes about 3 s. A drained node is noticed after 5 s by default."""
 
