@@ -32,8 +32,8 @@ from tests.support.places import ROOT
 
 STARTED_BY_TESTS = "started-by-tests"
 OTHER_CLUSTER = "REPRIEVE_TEST_KUBECONFIG"
-KUBELET_REPORTS_WITHIN_S = 12
-"""How often a kubelet reports its pods, and some time to get through. Its default is 10 s."""
+NODE_LOST_WITHIN_S = 50
+"""After which a node counts as lost of which nothing was heard."""
 START_AGAIN = """\
 import os, sys
 from tests.cluster.rig import cgroups, layout
@@ -85,8 +85,8 @@ class Cluster:
 
     def wait_until_controllers_are_ready(self) -> None:
         """They end when they cannot renew their leases, and start again. That an API server which has just come back
-        calls them ready is what it knew before, until the kubelets reach it again. Nodes whose kubelets do so late
-        become NotReady first, and all their pods with them."""
+        calls them ready is what it knew before, until the kubelets reach it again. The node controller may reach it
+        later than they do, and then calls the nodes lost for a moment, and all their pods with them."""
         deadline = time.monotonic() + READY_WITHIN_S
         while not self.kubectl.succeeds("get", "--raw", "/readyz"):
             assert time.monotonic() < deadline, "the API server is not ready"
@@ -95,8 +95,9 @@ class Cluster:
         leases = self.kubectl.for_namespace("kube-node-lease")
         for node in self.nodes:
             leases.wait_for("lease", node, lambda lease: _renewed(lease) > back, timeout_s=READY_WITHIN_S)
+        time.sleep(NODE_LOST_WITHIN_S)
+        for node in self.nodes:
             self.kubectl.wait_for("node", node, has_condition("Ready"), timeout_s=READY_WITHIN_S)
-        time.sleep(KUBELET_REPORTS_WITHIN_S)
         for controller in controllers(full=True):
             if self.kubectl.succeeds("get", "namespace", controller.namespace):
                 wait_until_ready(controller, self.kubectl)
