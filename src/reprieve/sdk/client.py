@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, Protocol, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
 from kubeflow.trainer import CustomTrainer, Runtime
 from kubeflow.trainer import TrainerClient as SdkClient
@@ -24,10 +24,7 @@ from kubeflow.trainer.backends.localprocess.backend import LocalProcessBackend
 from kubeflow.trainer.constants.constants import DEFAULT_TRAINING_RUNTIME, WORKSPACE_PATH
 
 from reprieve.errors import ConfigError, KubernetesError, NotPermitted, ObjectNotFound
-from reprieve.kubernetes.jobs.job_view import JobView
 from reprieve.kubernetes.jobs.state import JobState
-from reprieve.kubernetes.jobs.train_jobs import PauseOutcome, TrainJobs
-from reprieve.kubernetes.jobs.training_progress import AvailableCheckpoint
 from reprieve.kubernetes.kinds import CLUSTER_TRAINING_RUNTIME, TRAINING_RUNTIME
 from reprieve.kubernetes.names import RUNTIME
 from reprieve.kubernetes.runtime import Runtime as StoredRuntime
@@ -37,6 +34,11 @@ from reprieve.sdk.request import StartRequest
 from reprieve.sdk.sdk_cluster import SdkCluster
 from reprieve.sdk.trainer import TransformersTrainer
 from reprieve.units import parse_duration
+
+if TYPE_CHECKING:
+    from reprieve.kubernetes.jobs.job_view import JobView
+    from reprieve.kubernetes.jobs.train_jobs import PauseOutcome
+    from reprieve.kubernetes.jobs.training_progress import AvailableCheckpoint
 
 log = logging.getLogger("reprieve")
 
@@ -140,6 +142,8 @@ class TrainerClient(SdkClient):
     @functools.cached_property
     def _jobs(self) -> Jobs:
         if isinstance(self.backend, KubernetesBackend):
+            from reprieve.kubernetes.jobs.train_jobs import TrainJobs  # only the verbs need it, not each import
+
             return TrainJobs(self._cluster, by=WHO)
         if isinstance(self.backend, LocalProcessBackend):
             from reprieve.sdk.local_jobs import LocalJobs  # costly, and not for clusters

@@ -6,6 +6,7 @@ import base64
 import json
 import logging
 import os
+import statistics
 import subprocess
 import sys
 import zlib
@@ -318,10 +319,11 @@ def seconds_to_import(statement: str) -> float:
 
 
 def test_the_import_costs_little_more_than_that_of_the_sdk() -> None:
-    pairs = [
-        (seconds_to_import("import reprieve.kubeflow"), seconds_to_import("import kubeflow.trainer")) for _ in "12345"
+    """One after the other, because a machine's speed changes by more than what is measured."""
+    ratios = [
+        seconds_to_import("import reprieve.kubeflow") / seconds_to_import("import kubeflow.trainer") for _ in range(9)
     ]
-    assert min(ours for ours, _ in pairs) <= 1.2 * min(base for _, base in pairs), pairs
+    assert statistics.median(ratios) <= 1.2, ratios
 
 
 def test_reprieve_alone_loads_no_sdk() -> None:

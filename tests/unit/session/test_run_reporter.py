@@ -70,7 +70,7 @@ def test_after_a_resume_the_newest_is_the_one_that_was_restored(tmp_path: Path) 
             latest_bytes=found.bytes,
             created=1,
             valid=1,
-            listed=(ListedCheckpoint(path=str(found.path), step=3, created_at=at, bytes=found.bytes),),
+            listed=(ListedCheckpoint(path=str(found.path), step=3, created_at=at, bytes=found.bytes, epoch=0.0),),
         )
 
 
